@@ -1,0 +1,86 @@
+"""All that crosses the process boundary: `spec.json` in, `events.jsonl` while running, `result.json` at the end.
+
+Concrete values only: directories and numbers, never `stage:sft`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+EXIT_STOPPED = 75  # EX_TEMPFAIL: the stage stopped because it was asked to; its state is saved
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """A model that a stage reads."""
+
+    role: str  # init, reference, budget, student, teachers, before, after, models
+    label: str  # how tables and messages call it: the producing stage's address, or the reference
+    path: str  # a folder in Hugging Face format; empty: a new model made from `StageSpec.new_model`
+    route: Mapping[str, str] = field(default_factory=dict)
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class StageSpec:
+    stage: str  # address: "sft", "max[domain=general]"
+    kind: str
+    backend: str
+    seed: int
+    config: Mapping[str, Any]  # the settings class of the kind (`opdctl.settings`), as plain data
+    tasks: Mapping[str, Mapping[str, Any]]  # name -> settings; `path`s are absolute
+    efforts: Mapping[str, Any] | None
+    resources: Mapping[str, Any]
+    devices: Sequence[int]  # leased GPU ids; empty: CPU
+    inputs: Sequence[InputSpec]
+    new_model: Mapping[str, Any] | None  # settings.NewModel, for an input with an empty path
+    state: str  # folder of the recovery state; the backend's own, kept across attempts
+    output: str  # empty folder to fill with what the stage publishes
+    events: str  # file to append to
+    result: str  # file to write last
+
+
+@dataclass(frozen=True)
+class Event:
+    """One line of `events.jsonl`. A step seen again after a resume has the same values and is dropped by readers."""
+
+    step: int
+    total: int
+    metrics: Mapping[str, float]
+    phase: str = "train"  # what is going on, for the progress display
+    time: float = 0.0  # seconds since the epoch
+
+
+@dataclass(frozen=True)
+class StageResult:
+    step: int  # optimizer steps done in all; for eval the number of models scored
+    metrics: Mapping[str, float]  # final ones, for tables and the record
+
+
+class Control(Protocol):
+    """What a running stage may ask of and tell its surroundings."""
+
+    def stop_requested(self) -> bool: ...
+
+    def emit(self, step: int, total: int, metrics: Mapping[str, float], phase: str = "train") -> None: ...
+
+
+class Stopped(Exception):
+    """Raised by a backend once its state is saved after `stop_requested`."""
+
+
+class Backend(Protocol):
+    """A module with these members; see `opdctl.backends.BACKENDS`."""
+
+    REVISION: str  # part of every identity: raise it when the same settings give other numbers
+
+    def check(self, spec: StageSpec) -> list[str]:
+        """What stops this stage from running here, a line each. Imports nothing heavy."""
+        ...
+
+    def run(self, spec: StageSpec, control: Control) -> StageResult:
+        """Carry the stage out, resuming from `spec.state` when it holds anything; fill `spec.output`."""
+        ...
+
+
+Run = Callable[[StageSpec, Control], StageResult]

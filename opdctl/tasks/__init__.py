@@ -1,0 +1,67 @@
+"""Tasks: prompts, demonstrations and verifiers. One protocol serves SFT, RLVR, OPD and eval.
+
+A task is a stateless stream: row `i` of a split depends on the task's settings, the seed and `i` alone, so the data
+position of a stage is one integer and a resumed stage sees the same rows.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from opdctl.settings import ChainTask, EffortSettings, FileTask
+
+Split = Literal["train", "eval"]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a model is asked. `columns` (domain, effort, ...) route it to a teacher and group it in tables."""
+
+    text: str  # rendered for template `raw`; the user's turn for `chat`
+    answer: Any  # what the task's `verify` needs
+    columns: Mapping[str, str]
+    messages: Sequence[Mapping[str, str]] = ()  # for template `chat`: what the tokenizer's template renders
+    group: int = 0  # equal for rows that share a long prefix: they are batched side by side
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    prompt: Prompt
+    completion: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    correct: bool
+    reward: float  # 1.0 or 0.0 unless the task grades finer
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Task(Protocol):
+    def prompts(self, split: Split, seed: int, start: int, count: int, effort: str | None = None) -> list[Prompt]:
+        """Rows start .. start+count-1 of the split's stream, asking for `effort`."""
+        ...
+
+    def size(self, split: Split) -> int | None:
+        """Rows before the stream repeats (reshuffled); None for a generator."""
+        ...
+
+    def demonstrations(
+        self, seed: int, start: int, count: int, efforts: Sequence[str] = ()
+    ) -> list[Demonstration]:
+        """Rows of the training split with an answer to imitate; row i asks for efforts[i % len(efforts)]."""
+        ...
+
+    def verify(self, prompt: Prompt, completion: str) -> Verdict:
+        """Judge a completion, its end-of-sequence token removed."""
+        ...
+
+
+def load_task(name: str, settings: ChainTask | FileTask, efforts: EffortSettings | None) -> Task:
+    """The task called `name`; its prompts carry the column domain=`name`."""
+    from opdctl.tasks.chain import ChainStream
+    from opdctl.tasks.files import FileRows
+
+    if isinstance(settings, ChainTask):
+        return ChainStream(name, settings, efforts)
+    return FileRows(name, settings, efforts)
