@@ -271,6 +271,7 @@ class OpdSettings(Settings):
     loss: OpdLoss
     route_by: Annotated[list[str], Field(min_length=1)]  # columns of a row that choose its teacher
     default_teacher: str | None = None  # stage address of the teacher for rows without a route; else refused
+    aggregation: Literal["sequence_mean", "token_mean"] = "sequence_mean"  # 1/|y| per sequence, or over all tokens
     health_topk: Count = 16  # of the overlap metrics
 
 
