@@ -46,9 +46,7 @@ class Task(Protocol):
         """Rows before the stream repeats (reshuffled); None for a generator."""
         ...
 
-    def demonstrations(
-        self, seed: int, start: int, count: int, efforts: Sequence[str] = ()
-    ) -> list[Demonstration]:
+    def demonstrations(self, seed: int, start: int, count: int, efforts: Sequence[str] = ()) -> list[Demonstration]:
         """Rows of the training split with an answer to imitate; row i asks for efforts[i % len(efforts)]."""
         ...
 
@@ -59,9 +57,10 @@ class Task(Protocol):
 
 def load_task(name: str, settings: ChainTask | FileTask, efforts: EffortSettings | None) -> Task:
     """The task called `name`; its prompts carry the column domain=`name`."""
-    from opdctl.tasks.chain import ChainStream
+    if isinstance(settings, ChainTask):
+        from opdctl.tasks.chain import ChainStream
+
+        return ChainStream(name, settings, efforts)
     from opdctl.tasks.files import FileRows
 
-    if isinstance(settings, ChainTask):
-        return ChainStream(name, settings, efforts)
     return FileRows(name, settings, efforts)
