@@ -1,0 +1,146 @@
+"""The step loop that every training stage shares: resume, update, report, save, stop.
+
+A stage gives one function, `iteration(step) -> metrics`, which samples what it needs and calls `Trainer.update` once
+for each optimizer step. All that happens outside is here, so a stage killed at any instant goes on bit by bit.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from opdctl.backends.contract import Control, InputSpec, StageResult, StageSpec, Stopped
+from opdctl.engine.batch import TokenBatch
+from opdctl.engine.checkpoint import Tokenizer, load_policy, load_tokenizer, new_policy, save_policy
+from opdctl.engine.optim import AdamW, learning_rate
+from opdctl.engine.policy import Policy
+from opdctl.engine.recovery import Recovery, Save
+from opdctl.errors import StageFailed
+from opdctl.settings import ChainTask, EffortSettings, FileTask, NewModel, Train
+from opdctl.tasks import Task, load_task
+
+Metrics = dict[str, float]
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def device_of(spec: StageSpec) -> torch.device:
+    # the runner leases GPUs by CUDA_VISIBLE_DEVICES, so the first visible one is ours
+    return torch.device("cuda:0" if spec.devices else "cpu")
+
+
+def role(spec: StageSpec, name: str) -> list[InputSpec]:
+    return [given for given in spec.inputs if given.role == name]
+
+
+def open_tasks(spec: StageSpec) -> dict[str, Task]:
+    efforts = EffortSettings.model_validate(spec.efforts) if spec.efforts else None
+    kinds: dict[str, type[ChainTask] | type[FileTask]] = {"chain": ChainTask, "file": FileTask}
+    return {
+        name: load_task(name, kinds[given["task"]].model_validate(given), efforts)
+        for name, given in spec.tasks.items()
+    }
+
+
+def open_policy(spec: StageSpec, given: InputSpec, precision: str = "float32") -> tuple[Policy, Tokenizer]:
+    """The model of an input, and its tokenizer; a new one where the input names none."""
+    if given.path:
+        policy = load_policy(given.path, device=device_of(spec), dtype=DTYPES[precision])
+        return policy, load_tokenizer(given.path)
+    policy, tokenizer = new_policy(NewModel.model_validate(spec.new_model), spec.seed)
+    return policy.to(device=device_of(spec), dtype=DTYPES[precision]), tokenizer
+
+
+def open_frozen(spec: StageSpec, given: InputSpec, precision: str = "float32") -> Policy:
+    """A reference, budget or teacher model: no gradients."""
+    return open_policy(spec, given, precision)[0].requires_grad_(False).eval()
+
+
+class Trainer:
+    """A policy under training, its optimizer and its recovery state."""
+
+    def __init__(self, spec: StageSpec, control: Control, train: Train, policy: Policy, tokenizer: Tokenizer) -> None:
+        self.spec, self.control, self.train = spec, control, train
+        self.policy, self.tokenizer = policy, tokenizer
+        self.optimizer = AdamW(policy.named_parameters(), train.optimizer)
+        self.step = 0
+        self.position: dict[str, int] = {}  # data positions; saved and restored with the weights
+        self._metrics: Metrics = {}
+        self._recovery = Recovery(spec.state)
+        if (saved := self._recovery.load()) is not None:
+            self._restore(saved)
+
+    def fit(self, iteration: Callable[[int], Metrics], *, updates: int = 1) -> StageResult:
+        """Run `iteration` until max_steps; each calls `update` `updates` times. Publishes the policy at the end."""
+        metrics = self._metrics
+        saved_at = self.step
+        while self.step < self.train.max_steps:
+            began, before = time.perf_counter(), self.step
+            metrics = iteration(self.step)
+            if self.step - before != updates:
+                raise AssertionError(f"iteration made {self.step - before} optimizer steps, not {updates}")
+            if "tokens" in metrics:
+                metrics["tokens_per_s"] = metrics.pop("tokens") / (time.perf_counter() - began)
+            self.control.emit(self.step, self.train.max_steps, metrics)
+            stop = self.control.stop_requested() and self.step < self.train.max_steps
+            if stop or self.step - saved_at >= self.train.save_every or self.step == self.train.max_steps:
+                self._save(metrics)
+                saved_at = self.step
+            if stop:
+                raise Stopped
+        save_policy(self.policy, self.tokenizer, Path(self.spec.output), dtype=DTYPES[self.train.precision])
+        return StageResult(step=self.step, metrics=metrics)
+
+    def update(self, losses: Iterable[tuple[Tensor, TokenBatch]]) -> Metrics:
+        """One optimizer step on the sum of micro-batch losses; each is back-propagated before the next is asked for.
+
+        Without any loss the step counts and changes nothing.
+        Raises StageFailed on a non-finite loss or gradient, before the weights are touched.
+        """
+        lr = learning_rate(self.train.optimizer, self.step, self.train.max_steps)
+        total, parts = 0.0, 0
+        for loss, batch in losses:
+            parts += 1
+            value = float(loss.detach())
+            total += value
+            if not math.isfinite(value):
+                self._refuse("loss", value, batch)
+            loss.backward()  # type: ignore[no-untyped-call]  # torch leaves backward unannotated
+        norm = 0.0
+        if parts:
+            norm = self.optimizer.step(lr)
+            if not math.isfinite(norm):
+                self._refuse("grad_norm", norm, batch)
+        self.step += 1
+        return {"loss": total, "grad_norm": norm, "lr": lr}
+
+    def _refuse(self, what: str, value: float, batch: TokenBatch) -> None:
+        record = Path(self.spec.state) / f"refused-step-{self.step}.safetensors"
+        record.parent.mkdir(parents=True, exist_ok=True)
+        tensors = {"ids": batch.ids_BT, "targets": batch.targets_N, "rows": batch.rows_N}
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, record)
+        raise StageFailed(
+            f"{what} is {value} at step {self.step}: the step is refused, the weights are as before it",
+            hint=f"the batch is in {record}; lower config.train.optimizer.lr or max_grad_norm, or mend the data",
+        )
+
+    def _save(self, metrics: Metrics) -> None:
+        weights = {f"policy.{name}": value.detach() for name, value in self.policy.named_parameters()}
+        moments = {f"optimizer.{name}": value for name, value in self.optimizer.state().items()}
+        self._recovery.save(Save(self.step, self.position, metrics, {**weights, **moments}))
+
+    def _restore(self, saved: Save) -> None:
+        self.step, self.position, self._metrics = saved.step, dict(saved.position), dict(saved.metrics)
+        with torch.no_grad():
+            for name, parameter in self.policy.named_parameters():
+                parameter.copy_(saved.tensors[f"policy.{name}"])
+        moments = {k.removeprefix("optimizer."): v for k, v in saved.tensors.items() if k.startswith("optimizer.")}
+        self.optimizer.load_state(moments)
+
+
+def mean(values: Iterable[float]) -> float:
+    listed = list(values)
+    return sum(listed) / len(listed) if listed else 0.0

@@ -1,0 +1,269 @@
+"""RL with verifiable rewards: the GRPO family.
+
+One obvious place for each part: what a completion earns is `_Rewards`, what that makes of a token is
+`advantages.group_advantages`, what the policy follows is `losses.clipped_policy_loss`.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from opdctl.backends.contract import Control, StageResult, StageSpec
+from opdctl.engine.advantages import annealed_tau, group_advantages, over_budget, soft_overlong_penalty, tied_groups
+from opdctl.engine.batch import Sequence, TokenBatch, collate, micro_batches
+from opdctl.engine.effort import BudgetEstimator
+from opdctl.engine.loop import Metrics, Trainer, mean, open_frozen, open_policy, open_tasks, role
+from opdctl.engine.losses import aggregate, clipped_policy_loss, kl_penalty
+from opdctl.engine.policy import Policy
+from opdctl.engine.rows import Mixer, Renderer, Row, judge, roll, stream_seed
+from opdctl.engine.sampling import Rollout
+from opdctl.engine.vocab import token_logprobs
+from opdctl.settings import RlvrSettings
+
+
+def run(spec: StageSpec, control: Control) -> StageResult:
+    """Train `init` by GRPO with the settings' advantage, clip, aggregation, KL, and effort budget."""
+    settings = RlvrSettings.model_validate(spec.config)
+    policy, tokenizer = open_policy(spec, role(spec, "init")[0], settings.train.precision)
+    trainer = Trainer(spec, control, settings.train, policy, tokenizer)
+    sampler = _Sampler(spec, settings, trainer)
+    updates = settings.rollout.prompts * settings.rollout.group_size // settings.train.global_batch_size
+
+    def iteration(step: int) -> Metrics:
+        experience, metrics = sampler.collect(step)
+        parts = [trainer.update(_losses(experience, part, sampler)) for part in experience.split(updates, spec, step)]
+        learning = {name: mean(part[name] for part in parts) for name in parts[0]}
+        fractions = {"clip_fraction": sampler.clip_fraction()}
+        return {**metrics, **learning, **fractions}
+
+    return trainer.fit(iteration, updates=updates)
+
+
+@dataclass(frozen=True)
+class Experience:
+    """A rollout batch ready to learn from; sequences are prompt-major, `group_size` a prompt."""
+
+    sequences: list[Sequence]
+    advantages: list[float]  # one a sequence, the same for all of its tokens
+    old_logprobs: list[Tensor]  # per sequence
+    in_loss: list[bool]  # masked sequences (overlong) count nowhere
+    group_size: int
+
+    def split(self, updates: int, spec: StageSpec, step: int) -> list[list[int]]:
+        """Sequence numbers of each optimizer step: whole groups, shuffled by (seed, step)."""
+        generator = torch.Generator().manual_seed(stream_seed(spec.seed, "rlvr-split", step))
+        groups = len(self.sequences) // self.group_size
+        order = torch.randperm(groups, generator=generator).tolist()
+        numbers = [group * self.group_size + i for group in order for i in range(self.group_size)]
+        size = len(numbers) // updates
+        return [numbers[at * size : (at + 1) * size] for at in range(updates)]
+
+
+class _Sampler:
+    """Rollouts, their rewards and their advantages."""
+
+    def __init__(self, spec: StageSpec, settings: RlvrSettings, trainer: Trainer) -> None:
+        self.spec, self.settings, self.trainer = spec, settings, trainer
+        self.policy: Policy = trainer.policy
+        self.tasks = open_tasks(spec)
+        self.mixer = Mixer(self.tasks, settings.data, "train", stream_seed(spec.seed, "rlvr"))
+        self.renderer = Renderer(trainer.tokenizer, self.policy.eos_ids)
+        self.micro_batch_tokens = int(spec.resources["micro_batch_tokens"])
+        self.reference = open_frozen(spec, role(spec, "reference")[0]) if settings.kl.estimator != "none" else None
+        self.budgets: BudgetEstimator | None = None
+        if settings.effort is not None:
+            cold_start = open_frozen(spec, role(spec, "budget")[0])
+            self.budgets = BudgetEstimator(
+                cold_start, self.mixer, self.renderer, settings.effort.budget, settings.rollout
+            )
+        self.clipped: list[Tensor] = []
+
+    def clip_fraction(self) -> float:
+        """Share of the tokens whose ratio was clipped since last asked."""
+        clipped, self.clipped = self.clipped, []
+        return float(torch.cat(clipped).float().mean()) if clipped else 0.0
+
+    def collect(self, step: int) -> tuple[Experience, Metrics]:
+        """One rollout batch; with dynamic sampling, groups with equal rewards are replaced by further prompts."""
+        wanted, rounds = self.settings.rollout.prompts, 0
+        limit = self.settings.dynamic_sampling.max_rounds if self.settings.dynamic_sampling else 1
+        kept: list[_Group] = []
+        tied: list[_Group] = []
+        seen: list[Metrics] = []
+        while len(kept) < wanted and rounds < limit:
+            groups, metrics = self._round(step)
+            seen.append(metrics)
+            rounds += 1
+            for group in groups:
+                (tied if self.settings.dynamic_sampling and group.tied else kept).append(group)
+        # a batch keeps its size: if too few groups disagree, tied ones (advantage 0) fill it
+        chosen = (kept + tied)[:wanted]
+        metrics = {name: mean(part[name] for part in seen) for name in seen[0]}
+        metrics["tokens"] = sum(part["tokens"] for part in seen)
+        if self.settings.dynamic_sampling:
+            metrics["sampling_rounds"] = float(rounds)
+        return self._experience(chosen), metrics
+
+    def _round(self, step: int) -> tuple[list["_Group"], Metrics]:
+        options = self.settings.rollout
+        start = self.trainer.position.get("rows", 0)
+        self.trainer.position["rows"] = start + options.prompts
+        rows = self.mixer.rows(start, options.prompts)
+        seed = stream_seed(self.spec.seed, "rlvr-sample")
+        prompts, rollout = roll(self.policy, self.renderer, rows, options, seed=seed, group_size=options.group_size)
+        rewards_PG, metrics = self._rewards(rows, prompts, rollout, step)
+        advantages = group_advantages(rewards_PG, self.settings.advantage).flatten().tolist()
+        equal = tied_groups(rewards_PG).tolist()
+        old = _per_sequence(rollout.sampling_logprobs_N, rollout.completions)
+        size = options.group_size
+        groups = [
+            _Group(
+                [Sequence(tuple(prompts[p]), tuple(rollout.completions[i]), start + p) for i in members],
+                [advantages[i] for i in members],
+                [old[i] for i in members],
+                [rollout.finished[i] for i in members],
+                bool(equal[p]),
+            )
+            for p in range(len(rows))
+            for members in [range(p * size, (p + 1) * size)]
+        ]
+        metrics["tied_groups"] = mean(float(group.tied) for group in groups)
+        return groups, metrics
+
+    def _rewards(
+        self, rows: list[Row], prompts: list[list[int]], rollout: Rollout, step: int
+    ) -> tuple[Tensor, Metrics]:
+        """What each completion earns, shape [P, G], and how the batch did."""
+        settings, size = self.settings, self.settings.rollout.group_size
+        verdicts = judge(self.tasks, rows, self.renderer.texts(rollout.completions), size)
+        finished = torch.tensor(rollout.finished)
+        lengths = torch.tensor([len(completion) for completion in rollout.completions])
+        correct = torch.tensor([verdict.correct for verdict in verdicts]) & finished
+        rewards = torch.tensor([verdict.reward for verdict in verdicts], dtype=torch.float64)
+        rewards = rewards.where(finished, settings.unfinished_reward)
+        metrics: Metrics = {}
+        if settings.overlong.handling == "soft_penalty":
+            limit, buffer = settings.rollout.max_completion_tokens, settings.overlong.buffer_tokens
+            rewards = rewards + soft_overlong_penalty(lengths, limit, buffer)
+        if settings.kl.placement == "reward" and self.reference is not None:
+            penalties = self._reward_kl(prompts, rollout)
+            rewards = rewards - settings.kl.coef * penalties
+            metrics["reference_kl"] = float(penalties.sum() / lengths.sum())
+        if settings.effort is not None and self.budgets is not None:
+            tau = annealed_tau(settings.effort, step, settings.train.max_steps)
+            b0 = torch.tensor(self.budgets.budgets(rows, batch=self._sample_batch()))
+            over = over_budget(lengths, tau, b0.repeat_interleave(size))
+            rewards = rewards.masked_fill(over, -1.0)  # the budget overrides correctness (Kimi K3)
+            metrics |= {"tau": tau, "budget": float(b0.mean()), "over_budget": float(over.float().mean())}
+        metrics |= {
+            "reward": float(rewards.mean()),
+            "accuracy": float(correct.float().mean()),
+            "length": float(lengths.float().mean()),
+            "truncated": 1.0 - float(finished.float().mean()),
+            "entropy": float(rollout.entropy_N.mean()),
+            "tokens": float(lengths.sum()),
+        }
+        return rewards.view(len(rows), size), metrics
+
+    def _sample_batch(self) -> int:
+        options = self.settings.rollout
+        return max(1, self.micro_batch_tokens // (options.max_prompt_tokens + options.max_completion_tokens))
+
+    def _reward_kl(self, prompts: list[list[int]], rollout: Rollout) -> Tensor:
+        """Sum over each completion's tokens of the KL estimate towards the reference."""
+        size = self.settings.rollout.group_size
+        sequences = [
+            Sequence(tuple(prompts[i // size]), tuple(completion), i // size)
+            for i, completion in enumerate(rollout.completions)
+        ]
+        assert self.reference is not None
+        reference_N = torch.cat(self.logprobs(self.reference, sequences))
+        penalty_N = kl_penalty(rollout.sampling_logprobs_N, reference_N, self.settings.kl.estimator)
+        return torch.stack([part.sum() for part in _per_sequence(penalty_N, rollout.completions)]).double()
+
+    @torch.no_grad()
+    def logprobs(self, policy: Policy, sequences: list[Sequence]) -> list[Tensor]:
+        """Log-probabilities of the sequences' tokens under a model, at the sampling temperature; one tensor each."""
+        found: list[Tensor] = []
+        for part in micro_batches(sequences, self.micro_batch_tokens):
+            chosen = [sequences[i] for i in part]
+            batch = self.batch(policy, chosen)
+            logprobs_N, _ = token_logprobs(
+                policy.hidden(batch), policy.head(), batch.targets_N, temperature=self.settings.rollout.temperature
+            )
+            found += _per_sequence(logprobs_N, [sequence.completion for sequence in chosen])
+        return found
+
+    @staticmethod
+    def batch(policy: Policy, sequences: list[Sequence]) -> TokenBatch:
+        return collate(
+            sequences, share_prefixes=policy.shares_prefixes, pad_id=policy.pad_id, device=policy.device
+        )
+
+    def _experience(self, groups: list["_Group"]) -> Experience:
+        sequences = [sequence for group in groups for sequence in group.sequences]
+        old = [logprobs for group in groups for logprobs in group.old_logprobs]
+        options = self.settings.rollout
+        if options.top_p < 1 or options.top_k > 0:
+            # sampling_logprobs are those of the cut distribution; the ratio needs the policy's own
+            old = self.logprobs(self.policy, sequences)
+        masked = self.settings.overlong.handling == "mask"
+        in_loss = [done or not masked for group in groups for done in group.finished]
+        advantages = [advantage for group in groups for advantage in group.advantages]
+        return Experience(sequences, advantages, old, in_loss, options.group_size)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """One prompt's completions."""
+
+    sequences: list[Sequence]
+    advantages: list[float]
+    old_logprobs: list[Tensor]
+    finished: list[bool]
+    tied: bool
+
+
+def _losses(
+    experience: Experience, numbers: list[int], sampler: _Sampler
+) -> Iterator[tuple[Tensor, TokenBatch]]:
+    """Micro-batch losses of one optimizer step over the sequences `numbers`."""
+    settings, policy = sampler.settings, sampler.policy
+    counted = [i for i in numbers if experience.in_loss[i]]
+    total = sum(len(experience.sequences[i].completion) for i in counted)
+    kl_in_loss = sampler.reference is not None and settings.kl.placement == "loss"
+    # advantage 0 moves nothing: such sequences count in the means and are not computed, unless the KL needs them
+    live = [i for i in counted if kl_in_loss or experience.advantages[i] != 0.0]
+    sequences = [experience.sequences[i] for i in live]
+    for part in micro_batches(sequences, sampler.micro_batch_tokens):
+        chosen = [live[i] for i in part]
+        batch = sampler.batch(policy, [experience.sequences[i] for i in chosen])
+        policy_logprobs_N, _ = token_logprobs(
+            policy.hidden(batch), policy.head(), batch.targets_N, temperature=settings.rollout.temperature
+        )
+        old_N = torch.cat([experience.old_logprobs[i] for i in chosen]).to(policy_logprobs_N)
+        advantages_N = torch.tensor([experience.advantages[i] for i in chosen]).to(old_N)[batch.sequence_N]
+        loss_N, clipped_N = clipped_policy_loss(
+            policy_logprobs_N, old_N, advantages_N, low=settings.clip.low, high=settings.clip.high
+        )
+        sampler.clipped.append(clipped_N)
+        if kl_in_loss and sampler.reference is not None:
+            reference_N = torch.cat(sampler.logprobs(sampler.reference, [experience.sequences[i] for i in chosen]))
+            loss_N = loss_N + settings.kl.coef * kl_penalty(policy_logprobs_N, reference_N, settings.kl.estimator)
+        yield (
+            aggregate(
+                loss_N,
+                batch.sequence_N,
+                how=settings.aggregation,
+                total_tokens=total,
+                total_sequences=len(counted),
+                constant=float(settings.rollout.max_completion_tokens),
+            ),
+            batch,
+        )
+
+
+def _per_sequence(values_N: Tensor, completions: list[list[int]] | list[tuple[int, ...]]) -> list[Tensor]:
+    return list(values_N.split([len(completion) for completion in completions]))

@@ -1,0 +1,140 @@
+"""From tasks to token ids and back: which prompts a step sees, how they are rendered, how completions are judged."""
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from opdctl.engine.checkpoint import Tokenizer, encode_batch
+from opdctl.engine.policy import Policy
+from opdctl.engine.sampling import Rollout, sample
+from opdctl.errors import StageRefused
+from opdctl.settings import Mixture
+from opdctl.settings import Rollout as RolloutSettings
+from opdctl.tasks import Demonstration, Prompt, Split, Task, Verdict
+
+
+def stream_seed(seed: int, *parts: object) -> int:
+    """A seed of its own for a stream of rows or random numbers, the same on every machine."""
+    return zlib.crc32(":".join(map(str, (seed, *parts))).encode())
+
+
+@dataclass(frozen=True)
+class Row:
+    """One prompt of a mixture, with what is needed to judge and to route its completions."""
+
+    task: str
+    prompt: Prompt
+    index: int  # of the cell's stream; the same index is the same problem at every effort of one `cell`
+    cell: int  # which (task, effort) of the mixture
+
+    @property
+    def key(self) -> int:
+        """Names the row in counter-based random numbers: different for all rows of a mixture."""
+        return self.index * 4096 + self.cell
+
+
+class Mixer:
+    """Deals a mixture's prompts evenly over its cells (task x effort), ordered by cell.
+
+    Rows start .. start+count-1 depend on the mixture, the seed and their numbers alone.
+    """
+
+    def __init__(self, tasks: dict[str, Task], mixture: Mixture, split: Split, seed: int) -> None:
+        self.tasks, self.split, self.seed = tasks, split, seed
+        efforts: Sequence[str | None] = mixture.efforts or [None]
+        self.mixture = mixture
+        self.cells = [(task, effort) for task in mixture.tasks for effort in efforts]
+
+    def rows(self, start: int, count: int) -> list[Row]:
+        rows: list[Row] = []
+        for cell in range(len(self.cells)):
+            first, last = ((at + cell) // len(self.cells) for at in (start, start + count))
+            rows += self.cell_rows(cell, first, last - first)
+        return rows
+
+    def cell_rows(self, cell: int, first: int, count: int, effort: str | None = None) -> list[Row]:
+        """`count` rows of one cell's stream; with `effort` the same problems asked at another effort."""
+        if count == 0:
+            return []
+        task, own = self.cells[cell]
+        prompts = self.tasks[task].prompts(self.split, self.stream(cell), first, count, effort or own)
+        return [Row(task, prompt, first + i, cell) for i, prompt in enumerate(prompts)]
+
+    def stream(self, cell: int) -> int:
+        """Seed of a cell's problems: evaluation asks the same ones at every effort, training as many as it can."""
+        return self.seed if self.split == "eval" else stream_seed(self.seed, self.cells[cell][1])
+
+    def demonstrations(self, start: int, count: int) -> list[tuple[str, Demonstration]]:
+        """Rows start .. start+count-1 of the training split with answers, dealt evenly over the tasks."""
+        names = self.mixture.tasks
+        dealt: list[tuple[str, Demonstration]] = []
+        for number, name in enumerate(names):
+            first, last = ((at + number) // len(names) for at in (start, start + count))
+            shown = self.tasks[name].demonstrations(self.seed, first, last - first, self.mixture.efforts)
+            dealt += [(name, demonstration) for demonstration in shown]
+        return dealt
+
+
+class Renderer:
+    """Prompts and completions as token ids. A prompt that is too long is refused, never cut."""
+
+    def __init__(self, tokenizer: Tokenizer, eos_ids: Sequence[int]) -> None:
+        self.tokenizer, self.eos_ids = tokenizer, frozenset(eos_ids)
+        self.eos_id = eos_ids[0]
+
+    def prompts(self, prompts: Sequence[Prompt], max_tokens: int) -> list[list[int]]:
+        ids = encode_batch(self.tokenizer, [self._text(prompt) for prompt in prompts])
+        for prompt, tokens in zip(prompts, ids, strict=True):
+            if len(tokens) > max_tokens:
+                raise StageRefused(
+                    f"a prompt has {len(tokens)} tokens and config.rollout.max_prompt_tokens is {max_tokens}: "
+                    f"{self._text(prompt)[:80]!r}",
+                    hint="raise max_prompt_tokens, or drop such rows from the data: a cut prompt asks another question",
+                )
+        return ids
+
+    def completions(self, texts: Sequence[str]) -> list[list[int]]:
+        """Completions to imitate, each ended by EOS."""
+        return [[*ids, self.eos_id] for ids in encode_batch(self.tokenizer, list(texts))]
+
+    def texts(self, completions: Sequence[Sequence[int]]) -> list[str]:
+        """What a verifier reads: the completion without its EOS."""
+        bare = [ids[:-1] if ids and ids[-1] in self.eos_ids else ids for ids in completions]
+        return [str(text) for text in self.tokenizer.batch_decode(bare, skip_special_tokens=False)]
+
+    def _text(self, prompt: Prompt) -> str:
+        if not prompt.messages:
+            return prompt.text
+        if not self.tokenizer.chat_template:
+            raise StageRefused(
+                "template: chat, but the model's tokenizer has no chat template",
+                hint="set template: raw for the task, or use a model whose tokenizer_config.json has a chat_template",
+            )
+        rendered = self.tokenizer.apply_chat_template(
+            [dict(message) for message in prompt.messages], add_generation_prompt=True, tokenize=False
+        )
+        return str(rendered)
+
+
+def judge(tasks: dict[str, Task], rows: Sequence[Row], texts: Sequence[str], group_size: int) -> list[Verdict]:
+    """Verdicts of completions in prompt-major order, `group_size` a row."""
+    return [tasks[rows[i // group_size].task].verify(rows[i // group_size].prompt, text) for i, text in enumerate(texts)]
+
+
+def roll(
+    policy: Policy, renderer: Renderer, rows: Sequence[Row], options: RolloutSettings, *, seed: int, group_size: int
+) -> tuple[list[list[int]], Rollout]:
+    """Prompt ids of the rows, and `group_size` completions for each, prompt-major."""
+    prompts = renderer.prompts([row.prompt for row in rows], options.max_prompt_tokens)
+    rollout = sample(
+        policy,
+        prompts,
+        group_size=group_size,
+        max_completion_tokens=options.max_completion_tokens,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        top_k=options.top_k,
+        seed=seed,
+        keys=[row.key for row in rows],
+    )
+    return prompts, rollout

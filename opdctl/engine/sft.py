@@ -1,0 +1,70 @@
+"""Supervised fine-tuning: cross-entropy on the completions of demonstrations."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from opdctl.backends.contract import Control, StageResult, StageSpec
+from opdctl.engine.batch import Sequence, TokenBatch, collate, micro_batches
+from opdctl.engine.loop import Metrics, Trainer, open_policy, open_tasks, role
+from opdctl.engine.losses import aggregate
+from opdctl.engine.rows import Mixer, Renderer, stream_seed
+from opdctl.engine.vocab import token_logprobs
+from opdctl.errors import StageRefused
+from opdctl.settings import SftSettings
+
+
+def run(spec: StageSpec, control: Control) -> StageResult:
+    """Minimise -mean over completion tokens of log pi(y_t | x, y_<t), demonstrations dealt evenly over the tasks."""
+    settings = SftSettings.model_validate(spec.config)
+    policy, tokenizer = open_policy(spec, role(spec, "init")[0], settings.train.precision)
+    trainer = Trainer(spec, control, settings.train, policy, tokenizer)
+    mixer = Mixer(open_tasks(spec), settings.data, "train", stream_seed(spec.seed, "sft"))
+    renderer = Renderer(tokenizer, policy.eos_ids)
+    batch_size, budget = settings.train.global_batch_size, int(spec.resources["micro_batch_tokens"])
+
+    def iteration(step: int) -> Metrics:
+        sequences = _sequences(mixer, renderer, step * batch_size, batch_size, settings.max_tokens)
+        total = sum(len(sequence.completion) for sequence in sequences)
+        entropies: list[torch.Tensor] = []
+
+        def losses() -> Iterator[tuple[Tensor, TokenBatch]]:
+            for part in micro_batches(sequences, budget):
+                chosen = [sequences[i] for i in part]
+                batch = collate(
+                    chosen, share_prefixes=policy.shares_prefixes, pad_id=policy.pad_id, device=policy.device
+                )
+                logprobs_N, entropy_N = token_logprobs(policy.hidden(batch), policy.head(), batch.targets_N)
+                entropies.append(entropy_N)
+                yield (
+                    aggregate(
+                        -logprobs_N,
+                        batch.sequence_N,
+                        how="token_mean",
+                        total_tokens=total,
+                        total_sequences=len(sequences),
+                    ),
+                    batch,
+                )
+
+        metrics = trainer.update(losses())
+        return {**metrics, "entropy": float(torch.cat(entropies).mean()), "tokens": float(total)}
+
+    return trainer.fit(iteration)
+
+
+def _sequences(mixer: Mixer, renderer: Renderer, start: int, count: int, max_tokens: int) -> list[Sequence]:
+    shown = [demonstration for _, demonstration in mixer.demonstrations(start, count)]
+    prompts = renderer.prompts([demonstration.prompt for demonstration in shown], max_tokens)
+    completions = renderer.completions([demonstration.completion for demonstration in shown])
+    for prompt, completion in zip(prompts, completions, strict=True):
+        if len(prompt) + len(completion) > max_tokens:
+            raise StageRefused(
+                f"a demonstration has {len(prompt) + len(completion)} tokens and config.max_tokens is {max_tokens}",
+                hint="raise config.max_tokens, or drop such rows: a cut answer teaches to stop in the middle",
+            )
+    return [
+        Sequence(tuple(prompt), tuple(completion), demonstration.prompt.group)
+        for prompt, completion, demonstration in zip(prompts, completions, shown, strict=True)
+    ]

@@ -1,0 +1,77 @@
+"""Many teachers, few in memory: routing of rows to teachers, residency, prefetch."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from opdctl.backends.contract import InputSpec
+from opdctl.engine.policy import Policy
+from opdctl.errors import StageRefused
+
+
+class Router:
+    """Which teacher scores a row: the one whose route equals the row's `route_by` columns."""
+
+    def __init__(self, teachers: Sequence[InputSpec], route_by: Sequence[str], default: str | None) -> None:
+        self.route_by = list(route_by)
+        self.numbers = {tuple(teacher.route.get(c, "") for c in route_by): i for i, teacher in enumerate(teachers)}
+        labels = [teacher.label for teacher in teachers]
+        if default is not None and default not in labels:
+            raise StageRefused(
+                f"config.default_teacher: {default} is none of the teachers", hint=f"teachers: {', '.join(labels)}"
+            )
+        self.default = labels.index(default) if default is not None else None
+
+    def teacher(self, columns: Mapping[str, str]) -> int:
+        """Number of the row's teacher. Raises StageRefused for a row without a route."""
+        key = tuple(columns.get(column, "") for column in self.route_by)
+        number = self.numbers.get(key, self.default)
+        if number is None:
+            asked = ", ".join(f"{c}={v}" for c, v in zip(self.route_by, key, strict=True))
+            raise StageRefused(
+                f"no teacher for {asked}", hint="give a teacher with that route, or set config.default_teacher"
+            )
+        return number
+
+
+class TeacherPool:
+    """Teachers by number; at most `resident` in memory, the one asked for next loaded meanwhile.
+
+    `load` is called in another thread for a prefetch; it must return the same weights whenever it is called.
+    """
+
+    def __init__(self, load: Callable[[int], Policy], *, resident: int) -> None:
+        self._load, self._resident = load, max(1, resident)
+        self._held: OrderedDict[int, Policy] = OrderedDict()
+        self._coming: dict[int, Future[Policy]] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="teacher")
+        self.loads = 0
+
+    def get(self, number: int, *, then: int | None = None) -> Policy:
+        """Teacher `number`; `then` is the one wanted after it."""
+        if number not in self._held:
+            coming = self._coming.pop(number, None)
+            self._hold(number, coming.result() if coming else self._fetch(number))
+        self._held.move_to_end(number)
+        # with one place the next teacher must wait: two would be in memory
+        if then is not None and self._resident > 1 and then not in self._held and then not in self._coming:
+            self._make_room(keep=number)
+            self._coming[then] = self._thread.submit(self._fetch, then)
+        return self._held[number]
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _fetch(self, number: int) -> Policy:
+        self.loads += 1
+        return self._load(number)
+
+    def _hold(self, number: int, policy: Policy) -> None:
+        while len(self._held) + len(self._coming) >= self._resident and self._held:
+            self._held.popitem(last=False)
+        self._held[number] = policy
+
+    def _make_room(self, *, keep: int) -> None:
+        while len(self._held) >= self._resident:
+            oldest = next(number for number in self._held if number != keep)
+            del self._held[oldest]
