@@ -1,0 +1,323 @@
+"""All that needs a distribution over the vocabulary, in chunks of tokens: no [N, V] tensor of a batch exists.
+
+Shapes: N completion tokens of a batch, C tokens of a chunk, V vocabulary, D width of the policy, E width of the
+teacher, K tokens of a top-k. logits_NV = hidden_ND @ head_VD.T. p is the policy, q the teacher.
+
+Two kinds of function:
+- `token_logprobs` gives values that the caller makes a loss of; its backward pass computes each chunk's logits again.
+- the distillation losses give a scalar, sum_n weights_n loss_n, and per-token values without gradient. As weights are
+  known beforehand, their gradients are made during the forward pass and each chunk's logits are computed once.
+  `weights_N` holds all that scales a token: the aggregation (`losses.token_weights`), times a teacher's weight.
+
+Logits come in the dtype of the weights, as a sampler sees them; softmax and sums are at least in float32.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from opdctl.errors import OpdctlError
+
+CHUNK_BYTES = 32 * 2**20  # of one [C, V] tensor; a handful exist at a time
+
+
+def token_logprobs(
+    hidden_ND: Tensor, head_VD: Tensor, targets_N: Tensor, *, temperature: float = 1.0, chunk: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """(logprobs_N, entropy_N) in nats: of the target tokens, differentiable; of the distributions, without gradient.
+
+    Both are of softmax(logits / temperature). `chunk` is in tokens; None: about 32 MiB of logits.
+    """
+    chunk = chunk or _chunk_tokens(hidden_ND, head_VD)
+    if len(hidden_ND) <= chunk:
+        return _chunk_logprobs(hidden_ND, head_VD, targets_N, temperature)
+    pair = _TokenLogprobs.apply(hidden_ND, head_VD, targets_N, temperature, chunk)  # type: ignore[no-untyped-call]
+    return cast(tuple[Tensor, Tensor], pair)
+
+
+def full_vocab_reverse_kl(
+    hidden_ND: Tensor,
+    head_VD: Tensor,
+    teacher_hidden_NE: Tensor,
+    teacher_head_VE: Tensor,
+    *,
+    weights_N: Tensor | None = None,
+    health_topk: int = 0,
+    chunk: int | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Exact reverse KL: loss_n = sum_v p_v (log p_v - log q_v). Returns (sum_n weights_n loss_n, health).
+
+    `health`: detached per-token values as of `distill_health`, of which `reverse_kl` is loss_N; the overlap entries
+    are there if `health_topk` > 0. `weights_N` defaults to 1.
+
+    Gradient: dloss/dlogit_u = p_u (log p_u - log q_u - loss_n). The rollout is held fixed: no credit flows to later
+    tokens. Source: DeepSeek-V4, arXiv 2606.19348 eq. 29 (with one routed teacher per token).
+    """
+    _same_vocabulary(head_VD, teacher_head_VE)
+
+    def form(logits_CV: Tensor, rows: slice) -> tuple[dict[str, Tensor], Tensor]:
+        student_CV = logits_CV.log_softmax(-1)
+        teacher_CV = _logits(teacher_hidden_NE[rows], teacher_head_VE).log_softmax(-1)
+        values = _compare(student_CV, teacher_CV, health_topk)
+        gap_CV = (student_CV - teacher_CV).sub_(values["reverse_kl"][:, None])
+        return values, gap_CV.mul_(student_CV.exp_())
+
+    return _weighted(hidden_ND, head_VD, weights_N, form, "reverse_kl", chunk)
+
+
+def topk_reverse_kl(
+    hidden_ND: Tensor,
+    head_VD: Tensor,
+    indices_NK: Tensor,
+    teacher_logprobs_NK: Tensor,
+    *,
+    rest: Literal["correction", "lumped_tail"],
+    weights_N: Tensor | None = None,
+    chunk: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Reverse KL on the teacher's top-k set S. Returns (sum_n weights_n loss_n, loss_N without gradient).
+
+    p comes from the full softmax, nothing is renormalised. With a_v = log p_v - log q_v:
+    - correction:  loss = sum_S p_v a_v + C_k,  C_k = sum_S (q_v - p_v), the generalised KL of two measures on S.
+      C_k carries gradient: without it the policy would be pushed off S even where p = q.
+    - lumped_tail: loss = sum_S p_v a_v + P log(P / Q), P = 1 - sum_S p, Q = 1 - sum_S q: all other tokens are one
+      outcome. Tails below the precision of the dtype count as that precision in the logarithm.
+    Both are >= 0, have zero gradient at p = q, and equal the full reverse KL at K = V.
+
+    Gradient: dloss/dlogit_u = p_u (c_u - sum_v p_v c_v), c = a on S, and off S 0 or log(P / Q).
+    Source: MOPD, arXiv 2606.30406 (correction, k = 64); the lumped tail is a variant of this project.
+    """
+    all_tokens = indices_NK.shape[1] == head_VD.shape[0]  # then there is no tail
+
+    def form(logits_CV: Tensor, rows: slice) -> tuple[dict[str, Tensor], Tensor]:
+        logprobs_CV = logits_CV.log_softmax(-1)
+        indices_CK, teacher_CK = indices_NK[rows], teacher_logprobs_NK[rows].to(logits_CV.dtype)
+        gap_CK = logprobs_CV.gather(-1, indices_CK) - teacher_CK
+        probs_CV = logprobs_CV.exp_()
+        probs_CK = probs_CV.gather(-1, indices_CK)
+        loss_C = mean_C = (probs_CK * gap_CK).sum(-1)
+        if rest == "correction":
+            loss_C = mean_C + (teacher_CK.exp() - probs_CK).sum(-1)
+            costs_CV = torch.zeros_like(probs_CV)
+        elif all_tokens:
+            costs_CV = torch.zeros_like(probs_CV)
+        else:
+            tail_C = probs_CV.scatter(-1, indices_CK, 0.0).sum(-1)
+            tail_gap_C = _tail_gap(tail_C, teacher_CK)
+            loss_C = mean_C = mean_C + tail_C * tail_gap_C
+            costs_CV = tail_gap_C[:, None].expand_as(probs_CV).contiguous()
+        costs_CV.scatter_(-1, indices_CK, gap_CK)
+        return {"loss": loss_C}, probs_CV.mul_(costs_CV.sub_(mean_C[:, None]))
+
+    total, values = _weighted(hidden_ND, head_VD, weights_N, form, "loss", chunk)
+    return total, values["loss"]
+
+
+@torch.no_grad()
+def teacher_topk(
+    teacher_hidden_NE: Tensor, teacher_head_VE: Tensor, k: int, *, chunk: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """(indices_NK, logprobs_NK) of the k most likely tokens, most likely first; logprobs of the full softmax."""
+    if k > len(teacher_head_VE):
+        raise OpdctlError(
+            f"k: {k} is more than the vocabulary of {len(teacher_head_VE)} tokens", hint="lower config.loss.k"
+        )
+    indices, logprobs = [], []
+    for rows in _chunks(len(teacher_hidden_NE), chunk or _chunk_tokens(teacher_hidden_NE, teacher_head_VE)):
+        top = _logits(teacher_hidden_NE[rows], teacher_head_VE).log_softmax(-1).topk(k, dim=-1)
+        indices.append(top.indices)
+        logprobs.append(top.values)
+    return torch.cat(indices), torch.cat(logprobs)
+
+
+@torch.no_grad()
+def distill_health(
+    hidden_ND: Tensor,
+    head_VD: Tensor,
+    teacher_hidden_NE: Tensor,
+    teacher_head_VE: Tensor,
+    *,
+    k: int,
+    chunk: int | None = None,
+) -> dict[str, Tensor]:
+    """Per-token signs of a healthy distillation, without gradient; each [N].
+
+    reverse_kl, student_entropy, teacher_entropy: nats. overlap: |top-k(p) and top-k(q)| / k. overlap_mass_student,
+    overlap_mass_teacher: probability that each gives to the tokens in both top-k sets. Source of the overlap
+    metrics: arXiv 2604.13016. `k` above V counts as V.
+    """
+    _same_vocabulary(head_VD, teacher_head_VE)
+    parts = []
+    for rows in _chunks(len(hidden_ND), chunk or _chunk_tokens(hidden_ND, head_VD)):
+        student_CV = _logits(hidden_ND[rows], head_VD).log_softmax(-1)
+        teacher_CV = _logits(teacher_hidden_NE[rows], teacher_head_VE).log_softmax(-1)
+        parts.append(_compare(student_CV, teacher_CV, k))
+    return _joined(parts)
+
+
+# ------------------------------------------------------------------------------------------------------- chunks
+
+
+def _chunk_tokens(hidden_ND: Tensor, head_VD: Tensor) -> int:
+    itemsize = max(hidden_ND.element_size(), 4)
+    return max(1, CHUNK_BYTES // (len(head_VD) * itemsize))
+
+
+def _chunks(tokens: int, chunk: int) -> Iterator[slice]:
+    """Slices of at most `chunk` tokens; one, possibly empty, at least."""
+    return (slice(start, start + chunk) for start in range(0, max(tokens, 1), chunk))
+
+
+def _logits(hidden_CD: Tensor, head_VD: Tensor) -> Tensor:
+    logits_CV = hidden_CD @ head_VD.T
+    return logits_CV if logits_CV.dtype == torch.float64 else logits_CV.float()
+
+
+def _same_vocabulary(head_VD: Tensor, teacher_head_VE: Tensor) -> None:
+    if len(head_VD) != len(teacher_head_VE):
+        raise OpdctlError(
+            f"the student has a vocabulary of {len(head_VD)} tokens, the teacher one of {len(teacher_head_VE)}",
+            hint="distil between models that share a tokenizer and the size of the output matrix",
+        )
+
+
+def _joined(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def _compare(student_CV: Tensor, teacher_CV: Tensor, k: int) -> dict[str, Tensor]:
+    """Health values of a chunk from log-probabilities."""
+    probs_CV = student_CV.exp()
+    # -sum p log p and the KL are each summed on their own, so that p = q gives exactly 0
+    values = {
+        "reverse_kl": ((student_CV - teacher_CV).mul_(probs_CV)).sum(-1),
+        "student_entropy": -(probs_CV * student_CV).sum(-1),
+        "teacher_entropy": -(teacher_CV.exp().mul_(teacher_CV)).sum(-1),
+    }
+    if k > 0:
+        k = min(k, student_CV.shape[-1])
+        own_CK = student_CV.topk(k, dim=-1).indices
+        teacher_CK = teacher_CV.topk(k, dim=-1).indices
+        shared_CK = (own_CK[:, :, None] == teacher_CK[:, None, :]).any(-1)
+        values["overlap"] = shared_CK.float().mean(-1)
+        values["overlap_mass_student"] = probs_CV.gather(-1, own_CK).mul(shared_CK).sum(-1)
+        values["overlap_mass_teacher"] = teacher_CV.gather(-1, own_CK).exp().mul(shared_CK).sum(-1)
+    return values
+
+
+def _tail_gap(tail_C: Tensor, teacher_CK: Tensor) -> Tensor:
+    """log(P / Q) of the probability outside the top-k."""
+    floor = torch.finfo(tail_C.dtype).eps
+    teacher_tail_C = -torch.expm1(teacher_CK.logsumexp(-1))
+    return tail_C.clamp(min=floor).log() - teacher_tail_C.clamp(min=floor).log()
+
+
+# ----------------------------------------------------------------------------------------- gradients by chunks
+
+
+def _chunk_logprobs(hidden_CD: Tensor, head_VD: Tensor, targets_C: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    logprobs_CV = (_logits(hidden_CD, head_VD) / temperature).log_softmax(-1)
+    known_CV = logprobs_CV.detach()
+    entropy_C = -(known_CV.exp().mul_(known_CV)).sum(-1)
+    return logprobs_CV.gather(-1, targets_C[:, None])[:, 0], entropy_C
+
+
+class _Gradients:
+    """Gradients of hidden_ND and head_VD, grown chunk by chunk; None for what needs none."""
+
+    def __init__(self, hidden_ND: Tensor, head_VD: Tensor, needs_hidden: bool, needs_head: bool) -> None:
+        self._hidden_ND, self._head_VD = hidden_ND, head_VD
+        self.hidden_ND = torch.empty_like(hidden_ND) if needs_hidden else None
+        # a sum over chunks: bfloat16 would lose the later ones
+        wide = head_VD.dtype if head_VD.dtype == torch.float64 else torch.float32
+        self._sum_VD = torch.zeros_like(head_VD, dtype=wide) if needs_head else None
+
+    def add(self, rows: slice, logits_CV: Tensor) -> None:
+        """Take in the gradient of a chunk's logits."""
+        if self.hidden_ND is not None:
+            self.hidden_ND[rows] = logits_CV.to(self._head_VD.dtype) @ self._head_VD
+        if self._sum_VD is not None:
+            self._sum_VD.addmm_(logits_CV.T, self._hidden_ND[rows].to(logits_CV.dtype))
+
+    @property
+    def head_VD(self) -> Tensor | None:
+        return None if self._sum_VD is None else self._sum_VD.to(self._head_VD.dtype)
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_ND: Tensor, head_VD: Tensor, targets_N: Tensor, temperature: float, chunk: int
+    ) -> tuple[Tensor, Tensor]:
+        parts = [
+            _chunk_logprobs(hidden_ND[rows], head_VD, targets_N[rows], temperature)
+            for rows in _chunks(len(hidden_ND), chunk)
+        ]
+        logprobs_N, entropy_N = (torch.cat(part) for part in zip(*parts, strict=True))
+        ctx.save_for_backward(hidden_ND, head_VD, targets_N)
+        ctx.temperature, ctx.chunk = temperature, chunk
+        ctx.mark_non_differentiable(entropy_N)
+        return logprobs_N, entropy_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_N: Tensor, _entropy: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_ND, head_VD, targets_N = ctx.saved_tensors
+        gradients = _Gradients(hidden_ND, head_VD, *ctx.needs_input_grad[:2])
+        for rows in _chunks(len(hidden_ND), ctx.chunk):
+            probs_CV = _logits(hidden_ND[rows], head_VD).div_(ctx.temperature).softmax(-1)
+            scale_C1 = (grad_N[rows] / ctx.temperature)[:, None]
+            grad_CV = probs_CV.mul_(-scale_C1)
+            gradients.add(rows, grad_CV.scatter_add_(-1, targets_N[rows][:, None], scale_C1))
+        return gradients.hidden_ND, gradients.head_VD, None, None, None
+
+
+# Of a chunk's logits_CV and its rows: per-token values, and the gradient of one of them in the logits.
+_Form = Callable[[Tensor, slice], tuple[dict[str, Tensor], Tensor]]
+
+
+def _weighted(
+    hidden_ND: Tensor, head_VD: Tensor, weights_N: Tensor | None, form: _Form, loss: str, chunk: int | None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """(sum_n weights_n values[loss]_n, values)."""
+    values: dict[str, Tensor] = {}
+    chunk = chunk or _chunk_tokens(hidden_ND, head_VD)
+    total = _WeightedLoss.apply(  # type: ignore[no-untyped-call]
+        hidden_ND, head_VD, weights_N, form, loss, chunk, values
+    )
+    return cast(Tensor, total), values
+
+
+class _WeightedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_ND: Tensor,
+        head_VD: Tensor,
+        weights_N: Tensor | None,
+        form: _Form,
+        loss: str,
+        chunk: int,
+        values: dict[str, Tensor],
+    ) -> Tensor:
+        """`values` is filled in."""
+        gradients = _Gradients(hidden_ND, head_VD, *ctx.needs_input_grad[:2])
+        parts = []
+        for rows in _chunks(len(hidden_ND), chunk):
+            part, grad_CV = form(_logits(hidden_ND[rows], head_VD), rows)
+            parts.append(part)
+            gradients.add(rows, grad_CV if weights_N is None else grad_CV.mul_(weights_N[rows][:, None]))
+        values.update(_joined(parts))
+        ctx.save_for_backward(gradients.hidden_ND, gradients.head_VD)
+        loss_N = values[loss]
+        return loss_N.sum() if weights_N is None else (loss_N * weights_N).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        # backward() on the loss itself scales by 1, where a product would only cost another [V, D]
+        scaled = [None if made is None else (made if grad == 1 else made * grad) for made in ctx.saved_tensors]
+        return (*scaled, None, None, None, None, None)

@@ -1,0 +1,74 @@
+"""What a stage minimises, in words for `opdctl plan`: formula, KL direction, support, clip, aggregation.
+
+The computations are in `opdctl/engine/losses.py`, `vocab.py` and `advantages.py`.
+"""
+
+from opdctl.settings import FullVocabOpd, OpdSettings, PolicyGradientOpd, RlvrSettings
+
+_ADVANTAGE = {
+    "mean": "r - mean(group)",
+    "mean_std": "(r - mean(group)) / (std(group) + 1e-6)",
+    "leave_one_out": "r - mean(others of the group)",
+}
+_AGGREGATION = {
+    "sequence_mean": "mean over sequences of their token means",
+    "token_mean": "mean over all tokens",
+    "constant": "token sum / {max_tokens}, mean over sequences",
+}
+_KL = {
+    "k1": "k1 = log(pi/pi_ref)",
+    "k2": "k2 = log(pi/pi_ref)^2 / 2",
+    "k3": "k3 = pi_ref/pi - 1 - log(pi_ref/pi)",
+}
+
+
+def describe_rlvr(settings: RlvrSettings) -> str:
+    """One or two lines of plain text."""
+    clip = f"clip(r, {1 - settings.clip.low:g}, {1 + settings.clip.high:g})"
+    aggregation = _AGGREGATION[settings.aggregation].format(max_tokens=settings.rollout.max_completion_tokens)
+    first = (
+        f"-min(r A, {clip} A), r = pi/pi_old, A = {_ADVANTAGE[settings.advantage]}, "
+        f"group of {settings.rollout.group_size}; {aggregation}"
+    )
+    extras = []
+    if settings.kl.estimator != "none":
+        sign, place = ("-", "reward") if settings.kl.placement == "reward" else ("+", "loss")
+        extras.append(f"{place} {sign} {settings.kl.coef:g} KL(pi || pi_ref), {_KL[settings.kl.estimator]}")
+    if settings.effort is not None:
+        extras.append(f"reward -1 if T(y) > {_tau(settings)} b0(x)")
+    if settings.overlong.handling == "mask":
+        extras.append("cut completions left out of the loss")
+    if settings.overlong.handling == "soft_penalty":
+        extras.append(f"reward falls by 1 over the last {settings.overlong.buffer_tokens} tokens")
+    if settings.dynamic_sampling is not None:
+        extras.append(f"tied groups replaced, up to {settings.dynamic_sampling.max_rounds} rollout batches")
+    return "\n".join([first, *(["; ".join(extras)] if extras else [])])
+
+
+def describe_opd(settings: OpdSettings) -> str:
+    """Two lines of plain text."""
+    loss = settings.loss
+    if isinstance(loss, PolicyGradientOpd):
+        support = "sampled token"
+        formula = (
+            f"-min(r A, clip(r, {1 - loss.clip.low:g}, {1 + loss.clip.high:g}) A), r = pi/pi_old, "
+            f"A = clip(log(pi_T/pi), -{loss.max_advantage:g}, {loss.max_advantage:g})"
+        )
+    elif isinstance(loss, FullVocabOpd):
+        support, formula = "whole vocabulary", "sum_v pi log(pi/pi_T)"
+    else:
+        rest = "sum_S (pi_T - pi)" if loss.rest == "correction" else "P log(P/P_T), P = 1 - sum_S pi"
+        support, formula = f"teacher's top {loss.k} (S)", f"sum_S pi log(pi/pi_T) + {rest}"
+    return (
+        f"{formula}; {_AGGREGATION['sequence_mean']}\n"
+        f"reverse KL(pi || pi_T) on the student's rollouts, support: {support}; "
+        f"teacher by {', '.join(settings.route_by)}"
+    )
+
+
+def _tau(settings: RlvrSettings) -> str:
+    effort = settings.effort
+    assert effort is not None
+    if effort.anneal == "hard" or effort.tau_from is None:
+        return f"{effort.tau:g}"
+    return f"{effort.tau_from:g}..{effort.tau:g}"
