@@ -4,6 +4,7 @@ A task is a stateless stream: row `i` of a split depends on the task's settings,
 position of a stage is one integer and a resumed stage sees the same rows.
 """
 
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -35,6 +36,16 @@ class Verdict:
     correct: bool
     reward: float  # 1.0 or 0.0 unless the task grades finer
     details: Mapping[str, Any] = field(default_factory=dict)
+
+
+def is_held_out(content: str, share: float) -> bool:
+    """Whether the problem of this content is kept for evaluation: alike in every stage, seed and machine."""
+    return zlib.crc32(content.encode()) % 1_000_000 < share * 1_000_000
+
+
+def first_group(task: str) -> int:
+    """Where a task's group numbers begin: tasks batched together must not share them. Fits a signed 64 bit number."""
+    return (zlib.crc32(task.encode()) & 0x7FFFFFFF) << 32
 
 
 class Task(Protocol):

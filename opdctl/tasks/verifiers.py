@@ -1,0 +1,225 @@
+"""Verifiers by name, for rows with a reference answer: `resolve(name)` gives f(completion, answer) -> Verdict.
+
+| name              | a completion is correct when                                                                    |
+|-------------------|-------------------------------------------------------------------------------------------------|
+| `exact`           | it equals the answer, blanks at the ends aside; upper and lower case differ                     |
+| `numeric`         | its last number (after `####` where it has one) equals the answer's                             |
+| `regex`           | the answer, a pattern of Python's `re`, matches all of it, blanks at the ends aside;            |
+|                   | write `(?s).*PATTERN.*` to look for a part                                                      |
+| `math_verify`     | the Math-Verify library finds its expression equal to the answer's                              |
+| `package.module:f`| your own f(completion, answer) says so, with a bool, a number (1.0 or more is correct) or a     |
+|                   | Verdict; it is looked for among what is installed, then in the current folder, the workspace    |
+"""
+
+import importlib
+import math
+import re
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from difflib import get_close_matches
+from pathlib import Path
+from types import FrameType
+from typing import Protocol, SupportsFloat
+
+from opdctl.errors import ConfigError, StageFailed
+from opdctl.tasks import Prompt, Split, Verdict
+
+Verifier = Callable[[str, str], Verdict]
+
+TIME_LIMIT_S = 2  # of one comparison by `regex` or `math_verify`
+RELATIVE_TOLERANCE = 1e-6  # of `numeric`, where one of the two numbers is not a whole one
+
+CUSTOM = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+FINAL = "####"  # in GSM8K's format, what follows is the answer
+
+_DECIMAL = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|\.[0-9]+(?:[eE][+-]?[0-9]+)?"
+# a sign belongs to the number unless something to subtract from comes before it: the last number of "10-3" is 3
+NUMBER = re.compile(rf"((?<![\w.)\]}}])[+-])?({_DECIMAL})(?:\s*/\s*({_DECIMAL}))?")
+
+# Powers of powers, exponents and factorials that would fill the memory before a time limit is noticed.
+TOWER = re.compile(
+    r"(?:\^|\*\*)[\s{(]*[0-9]+\s*(?:\^|\*\*)|(?:\^|\*\*)[\s{(]*[0-9]{5,}|[0-9]{5,}[\s)}]*!|binom\{?[0-9]{5,}"
+)
+
+
+def resolve(name: str, key: str = "verifier") -> Verifier:
+    """The verifier called `name`; `key` is the configuration key that errors blame."""
+    if name in BUILTIN:
+        return BUILTIN[name]
+    if CUSTOM.fullmatch(name):
+        return _custom(name, key)
+    near = get_close_matches(name, BUILTIN, n=1)
+    raise ConfigError(
+        f"{key}: {name!r} is not a verifier" + (f"; did you mean {near[0]!r}?" if near else ""),
+        hint=f"one of {', '.join(BUILTIN)}, or package.module:function for your own",
+    )
+
+
+def answer_problem(name: str, answer: str) -> str:
+    """Why no completion could ever match this reference answer under the verifier `name`; "" where one could."""
+    if name == "numeric" and _last_number(answer) is None:
+        return "holds no number"
+    if name == "math_verify" and TOWER.search(answer):
+        return "is too large a power, factorial or binomial to be computed"
+    if name == "regex":
+        try:
+            re.compile(answer)
+        except re.error as error:
+            return f"is not a regular expression: {error}"
+    return ""
+
+
+def _verdict(correct: bool, reason: str) -> Verdict:
+    return Verdict(correct, float(correct), {"reason": "" if correct else reason})
+
+
+# ------------------------------------------------------------------------------------------------------ built in
+
+
+def exact(completion: str, answer: str) -> Verdict:
+    return _verdict(completion.strip() == answer.strip(), "not equal to the answer")
+
+
+def numeric(completion: str, answer: str) -> Verdict:
+    """Compares the last numbers: 1,234.5, -3, 2e-3, 3/4; percent signs, units and currencies are not read.
+
+    Two whole numbers must be equal digit by digit; otherwise a relative tolerance of 1e-6 holds.
+    """
+    found, wanted = _last_number(completion), _last_number(answer)
+    if found is None or wanted is None:
+        return _verdict(False, "holds no number")
+    if isinstance(found, str) and isinstance(wanted, str):
+        return _verdict(found == wanted, f"{found[:40]} is not {wanted[:40]}")
+    near = math.isclose(float(found), float(wanted), rel_tol=RELATIVE_TOLERANCE)
+    return _verdict(near, f"{float(found)} is not {float(wanted)}")
+
+
+def _last_number(text: str) -> str | float | None:
+    """A whole number as its digits (they may be too many for an int), any other as a float; None without one."""
+    text = text.rpartition(FINAL)[2].replace("\N{MINUS SIGN}", "-")
+    last = None
+    for last in NUMBER.finditer(text):  # noqa: B007 (the last match is wanted)
+        pass
+    if last is None:
+        return None
+    sign, top, bottom = last[1] or "", last[2].replace(",", ""), (last[3] or "").replace(",", "")
+    if not bottom and top.isdigit():
+        digits = top.lstrip("0") or "0"
+        return f"-{digits}" if sign == "-" and digits != "0" else digits
+    over = float(bottom) if bottom else 1.0
+    value = float(sign + top) / over if over else math.inf
+    return value if math.isfinite(value) else None
+
+
+def regex(completion: str, answer: str) -> Verdict:
+    """A pattern that takes more than two seconds counts as not matched: `(a+)+b` would otherwise take years."""
+    try:
+        with _time_limit("regex"):
+            return _verdict(re.fullmatch(answer, completion.strip()) is not None, "the pattern does not match")
+    except TimeoutError:
+        return _verdict(False, f"the pattern took more than {TIME_LIMIT_S} s")
+
+
+def math_verify(completion: str, answer: str) -> Verdict:
+    """Symbolic comparison by Math-Verify, at most two seconds for each of its steps, in the main thread alone."""
+    if completion.strip() == answer.strip():
+        return _verdict(True, "")
+    boxed = completion.rfind("\\boxed")  # what Math-Verify looks at first
+    if TOWER.search(completion if boxed < 0 else completion[boxed:]):
+        return _verdict(False, "too large a power, factorial or binomial to be computed")
+    _refuse_threads("math_verify")
+    from math_verify import parse, verify
+
+    answer = answer.rpartition(FINAL)[2].strip()
+    marked = answer if any(mark in answer for mark in ("$", "\\boxed", "\\(", "\\[")) else f"${answer}$"
+    wanted = parse(marked, parsing_timeout=TIME_LIMIT_S)
+    found = parse(completion, parsing_timeout=TIME_LIMIT_S)
+    return _verdict(bool(verify(wanted, found, timeout_seconds=TIME_LIMIT_S)), "not equal to the answer")
+
+
+BUILTIN: dict[str, Verifier] = {"exact": exact, "numeric": numeric, "regex": regex, "math_verify": math_verify}
+
+
+def _refuse_threads(name: str) -> None:
+    if threading.current_thread() is not threading.main_thread():
+        raise StageFailed(
+            f"verifier {name} was called outside the main thread, where its time limit cannot work",
+            hint="verify in the main thread of a process",
+        )
+
+
+@contextmanager
+def _time_limit(name: str) -> Iterator[None]:
+    """Raises TimeoutError inside the block after TIME_LIMIT_S seconds."""
+
+    def expire(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError
+
+    _refuse_threads(name)
+    before = signal.signal(signal.SIGALRM, expire)
+    signal.setitimer(signal.ITIMER_REAL, TIME_LIMIT_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+# ----------------------------------------------------------------------------------------------------------- own
+
+
+def _custom(name: str, key: str) -> Verifier:
+    module, _, function = name.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)  # last: a file of the workspace must not hide an installed package
+    try:
+        found = getattr(importlib.import_module(module), function, None)
+    except ImportError as error:
+        raise ConfigError(
+            f"{key}: {name}: {error}", hint=f"install it, or put {module.replace('.', '/')}.py into the workspace"
+        ) from error
+    if not callable(found):
+        raise ConfigError(f"{key}: module {module} has no function {function}")
+
+    def verify(completion: str, answer: str) -> Verdict:
+        result = found(completion, answer)
+        if isinstance(result, Verdict):
+            return result
+        reward = float(result) if isinstance(result, SupportsFloat) else math.nan
+        if not math.isfinite(reward):
+            raise TypeError(f"{name} returned {result!r}; a bool, a finite number or a Verdict is wanted")
+        return Verdict(reward >= 1, reward)
+
+    return verify
+
+
+# ---------------------------------------------------------------------------------------------------- self-check
+
+
+class Referenced(Protocol):
+    """A task that knows right answers."""
+
+    def prompts(self, split: Split, seed: int, start: int, count: int, effort: str | None = None) -> list[Prompt]: ...
+
+    def verify(self, prompt: Prompt, completion: str) -> Verdict: ...
+
+    def reference(self, prompt: Prompt) -> str | None:
+        """A completion that must verify as correct; None where the task knows none."""
+        ...
+
+
+def check_references(task: Referenced, count: int) -> list[str]:
+    """A line for each of the first `count` training prompts whose own reference is judged wrong: a broken grader."""
+    problems = []
+    for prompt in task.prompts("train", seed=0, start=0, count=count):
+        reference = task.reference(prompt)
+        if reference is None:
+            continue
+        verdict = task.verify(prompt, reference)
+        if not verdict.correct:
+            problems.append(f"{prompt.text[:60]!r}: {reference[:60]!r} is judged wrong: {verdict.details}")
+    return problems
