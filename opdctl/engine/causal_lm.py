@@ -1,0 +1,136 @@
+"""Any causal language model that `transformers` loads by itself, as a Policy.
+
+Legend: B rows, P prompt columns (padded at the left), T columns seen so far, N wanted positions, D hidden size,
+V vocabulary.
+"""
+
+import inspect
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from opdctl.engine.batch import Sequence, TokenBatch, collate
+from opdctl.engine.policy import Cache, Policy
+from opdctl.errors import OpdctlError
+
+
+class CausalLMCache:
+    """A DynamicCache with the attention mask of what it holds, padding at the left."""
+
+    def __init__(self, cache: DynamicCache, mask_BT: Tensor) -> None:
+        self.cache = cache
+        self.mask_BT = mask_BT  # int64, 0 at padding
+
+    def repeat(self, group_size: int) -> None:
+        self.cache.batch_repeat_interleave(group_size)
+        self.mask_BT = self.mask_BT.repeat_interleave(group_size, 0)
+
+    def keep(self, rows: Tensor) -> None:
+        self.cache.batch_select_indices(rows)
+        self.mask_BT = self.mask_BT[rows]
+
+
+class CausalLMPolicy(Policy):
+    """Refuses, when made, a model that does not keep to the contract of Policy."""
+
+    shares_prefixes = False
+
+    def __init__(self, model: PreTrainedModel, eos_ids: tuple[int, ...], pad_id: int) -> None:
+        super().__init__(model.config, eos_ids, pad_id)
+        self.network = model.eval()
+        self._arguments = frozenset(inspect.signature(self._backbone.forward).parameters)
+        self._check()
+
+    @property
+    def _backbone(self) -> torch.nn.Module:
+        return self.network.base_model
+
+    def train(self, mode: bool = True) -> "CausalLMPolicy":
+        """Changes nothing: a network in training mode drops out."""
+        return self
+
+    def save_network(self, state: dict[str, Tensor], folder: Path) -> None:
+        """Write these tensors of `state_dict()` (and whatever else the architecture saves) to the folder."""
+        prefix = "network."
+        named = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
+        self.network.save_pretrained(folder, state_dict=named)
+
+    def head(self) -> Tensor:
+        head: Tensor = self.network.get_output_embeddings().weight
+        return head
+
+    def hidden(self, batch: TokenBatch) -> Tensor:
+        if batch.mask_BTT is not None:
+            raise ValueError("this policy reads no tree masks: collate with share_prefixes=policy.shares_prefixes")
+        self.check_length(batch.ids_BT.shape[1])
+        # Padding is at the right, where no token that counts can see it: no mask, no positions needed.
+        hidden_BTD = self._backbone(input_ids=batch.ids_BT, use_cache=False).last_hidden_state
+        return hidden_BTD[batch.rows_N, batch.cols_N]
+
+    @torch.no_grad()
+    def prefill(self, prompts_BP: Tensor, lengths_B: Tensor, max_new: int) -> tuple[Tensor, Cache]:
+        columns = prompts_BP.shape[1]
+        self.check_length(columns + max_new)
+        seen_BP = torch.arange(columns, device=self.device) >= (columns - lengths_B)[:, None]
+        cache = CausalLMCache(DynamicCache(config=self.config), seen_BP.long())
+        return self._advance(prompts_BP, cache), cache
+
+    @torch.no_grad()
+    def decode(self, tokens_B: Tensor, cache: Cache) -> Tensor:
+        assert isinstance(cache, CausalLMCache)
+        cache.mask_BT = F.pad(cache.mask_BT, (0, 1), value=1)
+        return self._advance(tokens_B[:, None], cache)
+
+    def _advance(self, ids: Tensor, cache: CausalLMCache) -> Tensor:
+        """Feed the last columns of the mask; hidden states of the last one."""
+        positions = (cache.mask_BT.cumsum(-1) - 1).clamp_min(0)[:, -ids.shape[1] :]
+        # The argument's name changed in transformers 5.
+        kwargs = {"cache" if "cache" in self._arguments else "past_key_values": cache.cache, "use_cache": True}
+        if "position_ids" in self._arguments:
+            kwargs["position_ids"] = positions
+        hidden: Tensor = self._backbone(input_ids=ids, attention_mask=cache.mask_BT, **kwargs).last_hidden_state
+        return hidden[:, -1]
+
+    @torch.no_grad()
+    def _check(self) -> None:
+        """Three prompts of different lengths: logits are hidden @ head.T, and the cache gives the same states."""
+        name = type(self.network).__name__
+        head = self.network.get_output_embeddings()
+        if not isinstance(head, torch.nn.Linear):
+            raise OpdctlError(f"{name} has no linear output layer, which opdctl's losses need")
+        ids = [[(7 * i + 3 * j + 1) % self.vocab_size for j in range(length)] for i, length in enumerate((5, 3, 4))]
+        batch = collate(
+            [Sequence((row[0],), (*row[1:], 0)) for row in ids],
+            share_prefixes=False,
+            pad_id=self.pad_id,
+            device=self.device,
+        )
+        hidden_ND = self.hidden(batch)
+        logits_BTV = self.network(input_ids=batch.ids_BT, use_cache=False).logits
+        logits_NV = logits_BTV[batch.rows_N, batch.cols_N]
+        if not _close(hidden_ND @ self.head().T, logits_NV):
+            raise OpdctlError(
+                f"{name}: the logits are not the last hidden states times the output matrix (a bias, scaling or "
+                "soft-capping of the logits), and opdctl's losses would train another distribution",
+                hint="use a model without final logit bias, scaling or soft-capping",
+            )
+        width = max(map(len, ids))
+        left = torch.tensor([[self.pad_id] * (width - len(row)) + row for row in ids], device=self.device)
+        lengths = torch.tensor([len(row) - 1 for row in ids], device=self.device)
+        before, cache = self.prefill(left[:, :-1], lengths, 1)
+        after = self.decode(left[:, -1], cache)
+        ends = torch.tensor([len(row) for row in ids], device=self.device).cumsum(0) - 1
+        if not _close(before, hidden_ND[ends - 1]) or not _close(after, hidden_ND[ends]):
+            raise OpdctlError(
+                f"{name}: generation with a cache and left padding gives other states than a plain forward pass",
+                hint="use a model with ordinary key-value attention",
+            )
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    """Within rounding of their dtype, by the largest value."""
+    tolerance = 1e-4 if a.dtype in (torch.float32, torch.float64) else 5e-2
+    return bool((a.float() - b.float()).abs().max() <= tolerance * b.float().abs().max().clamp_min(1e-6))

@@ -1,0 +1,181 @@
+"""Policies and tokenizers from settings or from a Hugging Face folder, and back to one."""
+
+import math
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+)
+
+from opdctl.engine.causal_lm import CausalLMPolicy
+from opdctl.engine.policy import Policy
+from opdctl.engine.qwen3 import Qwen3Policy, exact_for
+from opdctl.engine.tokenizer import Tokenizer as Tokenizer
+from opdctl.engine.tokenizer import encode as encode
+from opdctl.engine.tokenizer import encode_batch as encode_batch
+from opdctl.engine.tokenizer import load_tokenizer as load_tokenizer
+from opdctl.engine.tokenizer import word_tokenizer
+from opdctl.engine.weights import SINGLE, check_finite, check_names, read_weights, some, weight_files
+from opdctl.errors import OpdctlError
+from opdctl.settings import NewModel
+
+CONFIG = "config.json"
+_TIED = "lm_head.weight"  # of a tied model: some folders hold it as well
+
+
+def new_policy(new_model: NewModel, seed: int) -> tuple[Qwen3Policy, Tokenizer]:
+    """A Qwen3 network at random and its word tokenizer; the same seed gives the same weights.
+
+    Standard deviations: 0.02 for embeddings and an untied output matrix, 1/sqrt(fan-in) for the others, of which
+    those that write into the residual stream are divided by sqrt(2 * layers) (as in GPT-2).
+    """
+    words, shape = new_model.tokenizer.words, new_model.shape.model_dump()
+    tokenizer = word_tokenizer(words)
+    theta = shape.pop("rope_theta")
+    config = Qwen3Config(
+        **shape,
+        vocab_size=len(words),
+        rope_parameters={"rope_type": "default", "rope_theta": theta},
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        architectures=["Qwen3ForCausalLM"],
+    )
+    policy = Qwen3Policy(config, eos_ids=(2,), pad_id=0)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in policy.named_parameters():
+            if weight.dim() == 1:
+                weight.fill_(1.0)
+                continue
+            deviation = 0.02 if name.endswith(("embed_tokens.weight", _TIED)) else weight.shape[1] ** -0.5
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                deviation /= math.sqrt(2 * config.num_hidden_layers)
+            weight.copy_(torch.randn(weight.shape, generator=generator) * deviation)
+    return policy, tokenizer
+
+
+def load_policy(path: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Policy:
+    """The model of a Hugging Face folder: Qwen3Policy where that is exact, else CausalLMPolicy.
+
+    EOS ids are the union of the tokenizer's, the generation config's and the config's, in this order. The pad id is
+    the config's, else the generation config's, else the tokenizer's, else the first EOS id.
+
+    Raises OpdctlError for a folder without config.json or whole safetensors weights, for tensors that are missing,
+    unexpected, of another shape or not finite, and for a model that needs code of its own or knows no EOS.
+    """
+    folder = Path(path)
+    config = _load_config(folder)
+    weight_files(folder)
+    eos_ids, pad_id = _special_ids(folder, config)
+    if not exact_for(config):
+        return CausalLMPolicy(_load_network(folder, config, dtype).to(device), eos_ids, pad_id)
+    tensors = read_weights(folder)
+    tied = tensors.pop(_TIED, None) if config.tie_word_embeddings else None
+    with torch.device("meta"):
+        wanted = dict(Qwen3Policy(config, eos_ids, pad_id).named_parameters())
+    check_names(tensors, wanted, folder)
+    check_finite(tensors, folder)
+    if tied is not None and not torch.equal(tied, tensors["model.embed_tokens.weight"]):
+        raise OpdctlError(
+            f"{folder}: config.json ties {_TIED} to the embeddings, but the weights hold both and they differ",
+            hint="set tie_word_embeddings to false in config.json, if the weights are right",
+        )
+    policy = Qwen3Policy(config, eos_ids, pad_id)
+    policy.load_state_dict(tensors)
+    return policy.to(device=device, dtype=dtype)
+
+
+def save_policy(policy: Policy, tokenizer: Tokenizer, folder: str | Path, *, dtype: torch.dtype) -> None:
+    """Write a folder that AutoModelForCausalLM and AutoTokenizer load. Equal weights give equal bytes."""
+    folder = Path(folder)
+    state = {name: tensor.to("cpu", dtype).contiguous() for name, tensor in policy.state_dict().items()}
+    if isinstance(policy, CausalLMPolicy):
+        policy.save_network(state, folder)
+    else:
+        save_file(state, folder / SINGLE, metadata={"format": "pt"})
+    config = type(policy.config).from_dict(policy.config.to_dict())
+    config.dtype = dtype
+    config.save_pretrained(folder)
+    eos = list(policy.eos_ids) if len(policy.eos_ids) > 1 else policy.eos_ids[0]
+    generation = GenerationConfig(eos_token_id=eos, pad_token_id=policy.pad_id, bos_token_id=config.bos_token_id)
+    generation.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _load_config(folder: Path) -> PreTrainedConfig:
+    if not (folder / CONFIG).is_file():
+        raise OpdctlError(
+            f"{folder}: no {CONFIG}" if folder.is_dir() else f"{folder}: no such folder",
+            hint="point to a folder in Hugging Face format: config.json, model.safetensors, tokenizer files",
+        )
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise OpdctlError(
+            f"{folder / CONFIG}: transformers cannot read it without code from the folder, which opdctl never runs: "
+            f"{error}",
+            hint="use a model of an architecture that transformers has itself",
+        ) from error
+    return config
+
+
+def _load_network(folder: Path, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Any model that transformers has, every tensor of it from the folder's files."""
+    try:
+        network, info = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,  # they are reported below, by name
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise OpdctlError(f"{folder}: not a causal language model that transformers can load: {error}") from error
+    problems = {kind: info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[kind]}
+    if problems:
+        raise OpdctlError(
+            f"{folder}: the weights do not fit config.json: "
+            + "; ".join(f"{kind.replace('_', ' ')}: {some(sorted(map(str, keys)))}" for kind, keys in problems.items()),
+            hint="config.json and the weights must come from the same model",
+        )
+    check_finite(dict(network.named_parameters()), folder)
+    return network
+
+
+def _special_ids(folder: Path, config: PreTrainedConfig) -> tuple[tuple[int, ...], int]:
+    """EOS ids and pad id, see `load_policy`."""
+    has_generation = (folder / "generation_config.json").is_file()
+    generation = GenerationConfig.from_pretrained(folder, local_files_only=True) if has_generation else None
+    tokenizer = load_tokenizer(folder)
+    sources = tokenizer.eos_token_id, getattr(generation, "eos_token_id", None), config.eos_token_id
+    eos_ids = tuple(dict.fromkeys(token for source in sources for token in _as_list(source)))
+    if not eos_ids:
+        raise OpdctlError(
+            f"{folder}: neither tokenizer, generation_config.json nor config.json names an end-of-sequence token",
+            hint='add "eos_token_id" to generation_config.json: without one no completion ever ends',
+        )
+    pads = config.pad_token_id, getattr(generation, "pad_token_id", None), tokenizer.pad_token_id, eos_ids[0]
+    pad_id = next(token for token in pads if token is not None)
+    outside = [token for token in (*eos_ids, pad_id) if not 0 <= token < config.vocab_size]
+    if outside:
+        raise OpdctlError(
+            f"{folder}: special token ids {outside} are outside the vocabulary of {config.vocab_size} tokens",
+            hint="correct eos_token_id and pad_token_id in config.json and generation_config.json",
+        )
+    return eos_ids, int(pad_id)
+
+
+def _as_list(ids: int | list[int] | None) -> list[int]:
+    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)

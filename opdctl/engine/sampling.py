@@ -1,0 +1,160 @@
+"""Batched generation with a key-value cache, and the exact probabilities of what was drawn.
+
+Legend: B rows (prompt-major), P prompt columns, T new tokens, N tokens of all completions, D hidden size,
+V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from opdctl.engine.policy import Policy
+from opdctl.errors import OpdctlError
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_DENSE = 0.75  # finished rows are dropped once fewer than this share is alive: dropping copies the cache
+_CHUNK = 1 << 24  # logits looked at in one go, in float64: 128 MiB
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Completions, prompt-major; the N axis is their concatenation."""
+
+    completions: list[list[int]]  # the EOS token included
+    finished: list[bool]  # ended by EOS, not by the limit
+    sampling_logprobs_N: Tensor  # float32: under the distribution the token was drawn from
+    entropy_N: Tensor  # float32, nats: of that distribution
+
+
+@dataclass(frozen=True)
+class _Distribution:
+    """How logits become the distribution that is drawn from: temperature, then top-k, then top-p of what is left."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+
+    def probabilities(self, logits_BV: Tensor) -> Tensor:
+        """float64 [B, V]; zero where truncated."""
+        probs_BV = (logits_BV.double() / self.temperature).softmax(-1)
+        if self.top_p >= 1 and not 0 < self.top_k < probs_BV.shape[1]:
+            return probs_BV
+        sorted_BV, order_BV = probs_BV.sort(-1, descending=True, stable=True)
+        if self.top_k:
+            sorted_BV[:, self.top_k :] = 0
+        before_BV = sorted_BV.cumsum(-1) - sorted_BV
+        sorted_BV[before_BV >= self.top_p * sorted_BV.sum(-1, keepdim=True)] = 0
+        kept_BV = torch.zeros_like(probs_BV).scatter_(-1, order_BV, sorted_BV)
+        return kept_BV / kept_BV.sum(-1, keepdim=True)
+
+
+@torch.no_grad()
+def sample(
+    policy: Policy,
+    prompts: Sequence[Sequence[int]],
+    *,
+    group_size: int,
+    max_completion_tokens: int,
+    temperature: float,
+    top_p: float,
+    top_k: int,
+    seed: int,
+    keys: Sequence[int],
+    greedy: bool = False,
+) -> Rollout:
+    """`group_size` completions for every prompt.
+
+    Token t of sample g of the prompt with key k depends on (seed, k, g, t) and its distribution alone: a
+    counter-based uniform number picks it from the cumulative distribution. So neither the order nor the company of
+    the prompts changes a rollout. `greedy` takes the most probable token; probabilities and entropy stay those of the
+    distribution that would be drawn from.
+
+    Raises OpdctlError for an empty prompt and for more tokens than the policy has positions.
+    """
+    if not prompts or not all(len(prompt) for prompt in prompts):
+        raise OpdctlError(
+            "generation needs at least one prompt, and every prompt at least one token",
+            hint="begin prompts with a begin-of-sequence token, or drop rows without a prompt",
+        )
+    rows = len(prompts) * group_size
+    uniforms_BT = torch.from_numpy(uniforms(seed, keys, group_size, max_completion_tokens)).to(policy.device)
+    hidden_BD, cache = policy.prefill(*_pad_left(prompts, policy), max_completion_tokens)
+    if group_size > 1:
+        cache.repeat(group_size)
+        hidden_BD = hidden_BD.repeat_interleave(group_size, 0)
+    shape = rows, max_completion_tokens
+    tokens_BT = torch.full(shape, policy.pad_id, device=policy.device)
+    logprobs_BT, entropy_BT = torch.zeros(2, *shape, device=policy.device)
+    lengths_B = torch.full((rows,), max_completion_tokens, device=policy.device)
+    finished_B = torch.zeros(rows, dtype=torch.bool, device=policy.device)
+    eos_E = torch.tensor(policy.eos_ids, device=policy.device)
+    distribution = _Distribution(temperature, top_p, top_k)
+    row_B = torch.arange(rows, device=policy.device)  # which rows are still in the cache
+    for step in range(max_completion_tokens):
+        chosen_B, logprobs_BT[row_B, step], entropy_BT[row_B, step] = _choose(
+            hidden_BD, policy.head(), distribution, None if greedy else uniforms_BT[row_B, step]
+        )
+        tokens_BT[row_B, step] = chosen_B
+        ended_B = torch.isin(chosen_B, eos_E) & ~finished_B[row_B]
+        lengths_B[row_B[ended_B]] = step + 1
+        finished_B[row_B[ended_B]] = True
+        alive_A = (~finished_B[row_B]).nonzero()[:, 0]
+        if step + 1 == max_completion_tokens or len(alive_A) == 0:
+            break
+        if len(alive_A) < _DENSE * len(row_B):
+            cache.keep(alive_A)
+            row_B, chosen_B = row_B[alive_A], chosen_B[alive_A]
+        hidden_BD = policy.decode(chosen_B, cache)
+    written_BT = torch.arange(max_completion_tokens, device=policy.device) < lengths_B[:, None]
+    completions = [row[:length] for row, length in zip(tokens_BT.tolist(), lengths_B.tolist(), strict=True)]
+    return Rollout(completions, finished_B.tolist(), logprobs_BT[written_BT], entropy_BT[written_BT])
+
+
+def uniforms(seed: int, keys: Sequence[int], group_size: int, steps: int) -> np.ndarray:
+    """float64 in [0, 1), [len(keys) * group_size, steps]: a hash of (seed, key, sample, step)."""
+    wrap = 2**64 - 1
+    keys_B = np.array([key & wrap for key in keys], np.uint64).repeat(group_size)
+    samples_B = np.tile(np.arange(group_size, dtype=np.uint64), len(keys))
+    state_B = _mix(np.array([seed & wrap], np.uint64))
+    for part_B in (keys_B, samples_B):
+        state_B = _mix(state_B ^ _mix(part_B + _GOLDEN))
+    steps_T = np.arange(1, steps + 1, dtype=np.uint64) * _GOLDEN
+    # 52 bits: then u * total rounds below `total`, and the inverse of a cumulative sum always exists.
+    uniforms_BT: np.ndarray = (_mix(state_B[:, None] + steps_T) >> np.uint64(12)) * 2.0**-52
+    return uniforms_BT
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """The output function of SplitMix64 (Steele, Lea and Flood, 2014): a bijection of 64-bit words."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _pad_left(prompts: Sequence[Sequence[int]], policy: Policy) -> tuple[Tensor, Tensor]:
+    lengths = [len(prompt) for prompt in prompts]
+    padded = [[policy.pad_id] * (max(lengths) - len(prompt)) + list(prompt) for prompt in prompts]
+    return torch.tensor(padded, device=policy.device), torch.tensor(lengths, device=policy.device)
+
+
+def _choose(
+    hidden_BD: Tensor, head_VD: Tensor, distribution: _Distribution, uniform_B: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Token, its log-probability and the distribution's entropy for every row; without `uniform_B` the likeliest."""
+    parts = []
+    rows = max(1, _CHUNK // head_VD.shape[0])
+    for start in range(0, len(hidden_BD), rows):
+        probs_BV = distribution.probabilities(hidden_BD[start : start + rows] @ head_VD.T)
+        if uniform_B is None:
+            token_B1 = probs_BV.argmax(-1, keepdim=True)
+        else:
+            cumulative_BV = probs_BV.cumsum(-1)
+            target_B1 = uniform_B[start : start + rows, None] * cumulative_BV[:, -1:]
+            token_B1 = torch.searchsorted(cumulative_BV, target_B1, right=True)
+        logprob_B = probs_BV.gather(-1, token_B1)[:, 0].log()
+        parts.append((token_B1[:, 0], logprob_B.float(), torch.special.entr(probs_BV).sum(-1).float()))
+    tokens, logprobs, entropies = zip(*parts, strict=True)
+    return torch.cat(tokens), torch.cat(logprobs), torch.cat(entropies)
