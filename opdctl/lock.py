@@ -1,0 +1,136 @@
+"""One orchestrator a run. The lock is a descriptor that workers inherit, so a worker left behind still holds it."""
+
+import contextlib
+import fcntl
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from opdctl.errors import RunBusy
+from opdctl.records import disk_errors, read_json, write_json
+
+PATIENCE_S = 30.0  # that an orphaned worker gets to save its state
+UNKNOWN_S = 5.0  # that a worker gets which had not left its note yet: it notices by itself that nobody waits for it
+
+
+@contextlib.contextmanager
+def hold(path: Path, workers: Callable[[], Iterable[Path]], report: Callable[[str], None]) -> Iterator[int]:
+    """Lock the file `path`. `workers` lists the files of `write_worker` of those that may still hold it.
+
+    Raises RunBusy while the orchestrator that took the lock lives. If it died, what it left running is stopped first.
+    """
+    with disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        deadline = time.monotonic() + UNKNOWN_S
+        while not _try(descriptor):
+            _refuse_if_held(path)
+            _stop(workers(), report)
+            if time.monotonic() > deadline and not _try(descriptor):
+                raise RunBusy(
+                    f"run '{path.parent.name}' is locked by a process that opdctl does not know",
+                    hint=f"find it with: fuser -v {path}",
+                )
+            time.sleep(0.05)
+        os.set_inheritable(descriptor, True)
+        _sign(descriptor, path)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def process_start(pid: int) -> int | None:
+    """Clock ticks from boot to the start of a living process; with the number it names the process for good."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def write_worker(path: Path, pid: int) -> None:
+    """Leave a note of a worker process, once it leads its own group, for whoever has to stop it later."""
+    write_json(path, {"pid": pid, "pgid": os.getpgid(pid), "start": process_start(pid), "boot": _boot()})
+
+
+def worker_lives(path: Path) -> bool:
+    note = read_json(path)
+    return isinstance(note, dict) and _lives(note)
+
+
+def _try(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _sign(descriptor: int, path: Path) -> None:
+    note = {
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "started": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "argv": sys.argv,
+        "start": process_start(os.getpid()),
+        "boot": _boot(),
+    }
+    with disk_errors(path):
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(note).encode(), 0)
+
+
+def _refuse_if_held(path: Path) -> None:
+    holder = None
+    for _ in range(20):  # whoever just took the lock is about to sign it
+        holder = read_json(path)
+        if isinstance(holder, dict):
+            break
+        time.sleep(0.05)
+    if not isinstance(holder, dict):
+        raise RunBusy(f"run '{path.parent.name}' is in use", hint="try again, or give another --run")
+    if holder["host"] != socket.gethostname() or _lives(holder):
+        raise RunBusy(
+            f"run '{path.parent.name}' is in use by process {holder['pid']} on {holder['host']}, "
+            f"since {holder['started']}",
+            hint=f"wait for it, end it with: kill {holder['pid']}, or give another --run",
+        )
+
+
+def _lives(note: dict[str, Any]) -> bool:
+    """A number that another process has by now does not count, nor one from before the last boot."""
+    start = process_start(note["pid"])
+    return start is not None and start == note["start"] and note["boot"] == _boot()
+
+
+def _boot() -> str | None:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return None
+
+
+def _stop(notes: Iterable[Path], report: Callable[[str], None]) -> None:
+    left = [note for path in notes if isinstance(note := read_json(path), dict) and _lives(note)]
+    for note in left:
+        report(f"stopping worker {note['pid']}, left behind by an opdctl that ended; it saves its state first")
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(note["pid"], signal.SIGTERM)
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline and any(_lives(note) for note in left):
+        time.sleep(0.05)
+    for note in left:
+        if _lives(note):
+            report(f"killing worker {note['pid']}: it did not stop within {PATIENCE_S:.0f} s")
+        with contextlib.suppress(ProcessLookupError):  # children that outlive their leader hold the lock too
+            os.killpg(note["pgid"], signal.SIGKILL)
+    while any(_lives(note) for note in left):
+        time.sleep(0.02)

@@ -1,0 +1,160 @@
+"""Records of finished checkpoints, and writing so that a kill or a power cut leaves the old content or the new one."""
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from opdctl.errors import OpdctlError
+
+RECORD = "record.json"
+
+
+@dataclass(frozen=True)
+class Parent:
+    """A model that a stage read."""
+
+    role: str
+    label: str
+    ref: str  # stage:NAME, model:, path:DIR, hf:REPO@REVISION
+    record_id: str | None = None  # of the checkpoint that was read; None for models from outside
+
+
+@dataclass(frozen=True)
+class Record:
+    """Written last, beside the weights: its presence makes a checkpoint finished. `id` is unique to one publish."""
+
+    id: str
+    run: str
+    stage: str
+    kind: str
+    step: int
+    fingerprint: str
+    identity: Mapping[str, Any]
+    parents: list[Parent]
+    metrics: Mapping[str, float]
+    labels: Mapping[str, str]
+    created: str  # ISO 8601 with time zone
+    opdctl_version: str
+    code: str  # git commit of the code, or ""
+    argv: list[str]
+    seconds: float
+    mlflow_run_id: str | None = None
+    files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # name -> sha256, size, mtime_ns
+
+    def parent_ids(self) -> list[str | None]:
+        return [parent.record_id for parent in self.parents]
+
+
+def read_record(folder: Path) -> Record | str:
+    """The record of a checkpoint folder if every file it lists is there in full, else what is wrong."""
+    try:
+        data = json.loads((folder / RECORD).read_text())
+        record = Record(**(data | {"parents": [Parent(**parent) for parent in data["parents"]]}))
+    except FileNotFoundError:
+        return f"{folder / RECORD} is missing"
+    except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
+        return f"record unreadable: {folder / RECORD}: {error}"
+    for name, listed in record.files.items():
+        try:
+            size = (folder / name).stat().st_size
+        except OSError:
+            return f"checkpoint damaged: {folder / name} is missing"
+        if size != listed["size"]:
+            return f"checkpoint damaged: {folder / name} has {size:,} bytes instead of {listed['size']:,}"
+    return record
+
+
+def write_record(folder: Path, record: Record) -> None:
+    write_json(folder / RECORD, asdict(record))
+
+
+def describe_files(folder: Path) -> dict[str, dict[str, Any]]:
+    """sha256, size and mtime_ns of each file below `folder`; every byte is on disk when it returns."""
+    files: dict[str, dict[str, Any]] = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            sync(path)
+            name = path.relative_to(folder).as_posix()
+            state = path.stat()
+            files[name] = {"sha256": sha256(path), "size": state.st_size, "mtime_ns": state.st_mtime_ns}
+        else:
+            sync(path)
+    return files
+
+
+def changed_files(folder: Path, record: Record, *, full: bool) -> list[str]:
+    """What differs from the record, a line each. Files with an unchanged mtime are hashed only if `full`."""
+    problems: list[str] = []
+    for name, listed in record.files.items():
+        path = folder / name
+        if not path.is_file():
+            problems.append(f"{path} is missing")
+        elif path.stat().st_size != listed["size"]:
+            problems.append(f"{path} has {path.stat().st_size:,} bytes instead of {listed['size']:,}")
+        elif (full or path.stat().st_mtime_ns != listed["mtime_ns"]) and sha256(path) != listed["sha256"]:
+            problems.append(f"{path} has changed since it was published: its sha256 is another")
+    return problems
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Whole or not at all, and on disk when it returns."""
+    text = json.dumps(value, indent=1) + "\n"
+    with disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        staging = path.with_name(f".{path.name}.part")
+        with staging.open("w") as handle:
+            handle.write(text)
+            handle.flush()
+            os.fsync(handle.fileno())
+        os.replace(staging, path)
+        sync(path.parent)
+
+
+def read_json(path: Path) -> Any:
+    """None where there is no file, or none that can be read as JSON."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def sync(path: Path) -> None:
+    """Flush a file, or the names in a folder, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+_REMEDY = {
+    errno.ENOSPC: "the disk is full: free space, or move the workspace; then run the same command again",
+    errno.EDQUOT: "the disk quota is used up: free space; then run the same command again",
+    errno.EROFS: "the file system is read-only: choose another --workspace",
+    errno.EACCES: "no permission: choose another --workspace, or change the folder's permissions",
+    errno.EPERM: "no permission: choose another --workspace, or change the folder's permissions",
+}
+
+
+@contextlib.contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """A full disk or a folder that may not be written is the user's to mend: say which, and how."""
+    try:
+        yield
+    except OSError as error:
+        remedy = _REMEDY.get(error.errno or 0)
+        if remedy is None:
+            raise
+        where = error.filename or path
+        raise OpdctlError(f"cannot write {where}: {error.strerror}", hint=remedy) from error

@@ -1,0 +1,404 @@
+"""A workspace on disk: runs, stages, attempts, checkpoints. Nothing else knows a file name in it.
+
+    runs/RUN/  pipeline.yaml  run.json  .lock
+      stages/NAME/ or stages/BASE/AXIS=VALUE,.../
+        identity.json  spec.json  result.json  state/
+        attempts/N/    log.txt  events.jsonl  worker.json  output/ (being filled)
+        checkpoints/ID/  record.json  model.safetensors ...
+        checkpoint -> checkpoints/ID, or the checkpoint of another stage that is reused
+
+What a stage's state is follows from what exists, so it cannot lie. The link is switched by a rename once the
+checkpoint is complete: a kill between any two system calls leaves the old checkpoint in force or the new one.
+"""
+
+import dataclasses
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from opdctl import lock
+from opdctl.errors import ConfigError
+from opdctl.records import (
+    RECORD,
+    Parent,
+    Record,
+    changed_files,
+    describe_files,
+    disk_errors,
+    read_json,
+    read_record,
+    sha256,
+    sync,
+    write_json,
+    write_record,
+)
+from opdctl.settings import NAME_PATTERN
+
+__all__ = ["Attempt", "Parent", "Record", "RunDir", "StageDir", "Workspace", "disk_errors", "write_json"]
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of a stage's worker."""
+
+    number: int
+    path: Path
+
+    @property
+    def log(self) -> Path:
+        return self.path / "log.txt"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def worker(self) -> Path:
+        """Who works on it: written by `note_worker`."""
+        return self.path / "worker.json"
+
+    @property
+    def output(self) -> Path:
+        """Where the worker puts what it publishes."""
+        return self.path / "output"
+
+    def note_worker(self, pid: int) -> None:
+        """Leave a note of the process, which leads its own group, so that it can be stopped if we die first."""
+        lock.write_worker(self.worker, pid)
+
+    def lives(self) -> bool:
+        return lock.worker_lives(self.worker)
+
+
+@dataclass(frozen=True)
+class StageDir:
+    """A stage of a run; with `pinned` as it was when the record of that id was published."""
+
+    path: Path
+    name: str
+    pinned: str = ""
+
+    @property
+    def state(self) -> Path:
+        return self.path / "state"
+
+    @property
+    def spec(self) -> Path:
+        return self.path / "spec.json"
+
+    @property
+    def result(self) -> Path:
+        return self.path / "result.json"
+
+    @property
+    def identity(self) -> Path:
+        """Whose state is in `state/`: written by `begin`, gone when there is none."""
+        return self.path / "identity.json"
+
+    @property
+    def run(self) -> str:
+        return self.path.parents[len(_folder(self.name)) - 1].parent.name
+
+    @property
+    def _link(self) -> Path:
+        return self.path / "checkpoint"
+
+    @property
+    def checkpoint(self) -> Path:
+        """The folder of the checkpoint in force, wherever it is."""
+        if self.pinned:
+            return self.path / "checkpoints" / self.pinned
+        try:
+            return Path(os.path.normpath(self.path / os.readlink(self._link)))
+        except OSError:
+            return self._link
+
+    def record(self) -> Record | None:
+        """Of the checkpoint in force; None where there is none, or where a file of it is missing or cut."""
+        found = read_record(self.checkpoint)
+        return found if isinstance(found, Record) else None
+
+    def damage(self) -> str:
+        """Why `record()` is None although a checkpoint was published or reused here; else empty."""
+        if not os.path.lexists(self._link):
+            return ""
+        found = read_record(self.checkpoint)
+        return found if isinstance(found, str) else ""
+
+    def reference(self) -> "StageDir | None":
+        """The stage whose checkpoint is reused here; None if the checkpoint is this stage's own, or there is none."""
+        target = self.checkpoint
+        if not os.path.lexists(self._link) or target.parent.parent == self.path:
+            return None
+        found = read_record(target)
+        return StageDir(target.parent.parent, found.stage, target.name) if isinstance(found, Record) else None
+
+    def records(self) -> list[Record]:
+        """Of every intact checkpoint published here, those that newer ones replaced included."""
+        found = (read_record(path.parent) for path in sorted(self.path.glob(f"checkpoints/*/{RECORD}")))
+        return [record for record in found if isinstance(record, Record)]
+
+    def at(self, record_id: str) -> "StageDir":
+        """This stage with the checkpoint that was published under `record_id`."""
+        return dataclasses.replace(self, pinned=record_id)
+
+    # ------------------------------------------------------------------ attempts, under the run's lock
+
+    def attempts(self) -> list[Attempt]:
+        """Oldest first."""
+        numbers = (int(path.name) for path in self.path.glob("attempts/*") if path.name.isdigit())
+        return [Attempt(number, self.path / "attempts" / str(number)) for number in sorted(numbers)]
+
+    def new_attempt(self) -> Attempt:
+        """With an empty `output`; what dead attempts left half-written is deleted."""
+        earlier = self.attempts()
+        for attempt in earlier:
+            shutil.rmtree(attempt.output, ignore_errors=True)
+        number = earlier[-1].number + 1 if earlier else 1
+        attempt = Attempt(number, self.path / "attempts" / str(number))
+        with disk_errors(attempt.path):
+            attempt.output.mkdir(parents=True)
+        return attempt
+
+    def begin(self, identity: Mapping[str, Any], parents: Sequence[Parent], *, resume: bool) -> None:
+        """Call before an attempt: says whose state `state/` holds from now on. Without `resume` it is emptied first."""
+        if not resume:
+            self.discard_state()
+        with disk_errors(self.state):
+            self.state.mkdir(parents=True, exist_ok=True)
+            self.result.unlink(missing_ok=True)
+        ids = [parent.record_id for parent in parents]
+        write_json(self.identity, {"identity": dict(identity), "parents": ids})
+
+    def unfinished(self) -> Mapping[str, Any] | None:
+        """The identity of half-trained state; None where there is none, or where its checkpoint is published."""
+        note = self._note()
+        return note["identity"] if note else None
+
+    def unfinished_parents(self) -> list[str | None]:
+        """Record ids of the checkpoints that the half-trained state started from."""
+        note = self._note()
+        return list(note["parents"]) if note else []
+
+    def state_step(self) -> int | None:
+        """The optimizer step that a resumed stage goes on from."""
+        saved = read_json(self.state / "step.json")
+        return saved.get("step") if isinstance(saved, dict) else None
+
+    def _note(self) -> Mapping[str, Any] | None:
+        note = read_json(self.identity)
+        if not isinstance(note, dict) or self.state_step() is None:
+            return None
+        record = self.record()  # a kill after publishing, before the state was deleted
+        published = record and record.identity == note["identity"] and record.parent_ids() == note["parents"]
+        return None if published else note
+
+    def discard_state(self) -> None:
+        with disk_errors(self.identity):
+            self.identity.unlink(missing_ok=True)  # first: what is left of the state then belongs to nobody
+            if self.state.exists():
+                sync(self.path)
+                shutil.rmtree(self.state)
+
+    # ------------------------------------------------------------------ checkpoints, under the run's lock
+
+    def publish(self, output: Path, record: Record) -> Record:
+        """Make the folder `output` the checkpoint in force and drop the state; `record.files` is filled in here.
+
+        The checkpoint it replaces stays in checkpoints/.
+        """
+        with disk_errors(output):
+            record = dataclasses.replace(record, files=describe_files(output))
+            write_record(output, record)
+            target = self.path / "checkpoints" / record.id
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(output, target)
+            sync(target.parent)
+            self._point_to(target)
+        self.discard_state()
+        return record
+
+    def reuse(self, other: "StageDir") -> None:
+        """Put another stage's checkpoint in force here, by reference."""
+        with disk_errors(self.path):
+            self._point_to(other.checkpoint)
+        self.discard_state()
+
+    def _point_to(self, target: Path) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        staging = self.path / ".checkpoint.part"
+        staging.unlink(missing_ok=True)
+        staging.symlink_to(os.path.relpath(target, self.path))
+        os.replace(staging, self._link)
+        sync(self.path)
+
+    def verify_digests(self, full: bool = False) -> list[str]:
+        """What differs from the record, a line each; `full` hashes every file, else only those touched since."""
+        found = read_record(self.checkpoint)
+        return [found] if isinstance(found, str) else changed_files(self.checkpoint, found, full=full)
+
+
+@dataclass(frozen=True)
+class RunDir:
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def workspace(self) -> "Workspace":
+        return Workspace(self.path.parent.parent)
+
+    def stage(self, name: str) -> StageDir:
+        return StageDir(self.path.joinpath("stages", *_folder(name)), name)
+
+    def stages(self) -> list[StageDir]:
+        """Those that something was written for, in alphabetical order."""
+        top = [path for path in self.path.glob("stages/*") if path.is_dir()]
+        found = {
+            path.name: path for path in top if os.path.lexists(path / "checkpoint") or (path / "attempts").exists()
+        }
+        found |= {f"{base.name}[{path.name}]": path for base in top for path in base.glob("*=*")}
+        return [StageDir(path, name) for name, path in sorted(found.items())]
+
+    def lock(self, report: Callable[[str], None] = lambda text: None) -> AbstractContextManager[int]:
+        """Hold the run; yields the descriptor that workers have to inherit.
+
+        Raises RunBusy if a living orchestrator holds it. Workers left behind by a dead one are stopped first.
+        """
+        return lock.hold(self.path / ".lock", self._worker_notes, report)
+
+    def _worker_notes(self) -> list[Path]:
+        return [attempt.worker for stage in self.stages() for attempt in stage.attempts()]
+
+    def write_pipeline(self, resolved: Mapping[str, Any]) -> None:
+        """As JSON, which is YAML too."""
+        write_json(self.path / "pipeline.yaml", dict(resolved))
+
+    def read_pipeline(self) -> Mapping[str, Any]:
+        """Empty where the run has not started."""
+        return read_json(self.path / "pipeline.yaml") or {}
+
+    @property
+    def info(self) -> Mapping[str, Any]:
+        """Who started the run, when and how; empty where it has not started."""
+        return read_json(self.path / "run.json") or {}
+
+    def write_info(self, **values: Any) -> None:
+        """Add to `info`."""
+        write_json(self.path / "run.json", {**self.info, **values})
+
+
+class Workspace:
+    """The folder that holds runs/ and the tracking store."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(os.path.abspath(path))
+        self._index: dict[str, list[StageDir]] | None = None
+
+    @property
+    def tracking_database(self) -> Path:
+        return self.path / "mlflow.db"
+
+    def run(self, name: str) -> RunDir:
+        if not re.fullmatch(NAME_PATTERN, name):
+            raise ConfigError(
+                f"--run: '{name}' cannot name a run",
+                hint="use letters, digits and _ . -, starting with a letter or digit",
+            )
+        return RunDir(self.path / "runs" / name)
+
+    def runs(self) -> list[RunDir]:
+        """Newest first."""
+        found = [RunDir(path) for path in (self.path / "runs").glob("*/") if re.fullmatch(NAME_PATTERN, path.name)]
+        return sorted(found, key=_started, reverse=True)
+
+    def find(self, fingerprint: str, parents: Sequence[str | None]) -> StageDir | None:
+        """An intact checkpoint of any run with this fingerprint, made from the checkpoints with these record ids."""
+        for stage in self.index().get(fingerprint, []):
+            record = stage.record()
+            if record is not None and record.parent_ids() == list(parents):
+                return stage
+        return None
+
+    def index(self) -> Mapping[str, list[StageDir]]:
+        """Fingerprint -> every checkpoint that was ever published with it; read once, newest first."""
+        if self._index is None:
+            self._index = {}
+            found = [(read_json(path), path) for path in self._record_files()]
+            known = [(data, path) for data, path in found if isinstance(data, dict) and "stage" in data]
+            for data, path in sorted(known, key=lambda pair: str(pair[0].get("created")), reverse=True):
+                stage = StageDir(path.parents[2], str(data["stage"]), path.parent.name)
+                self._index.setdefault(str(data.get("fingerprint")), []).append(stage)
+        return self._index
+
+    def checkpoint(self, record_id: str) -> StageDir | None:
+        """The stage as it was when the record of this id was published; None if the folder is gone."""
+        for path in self._record_files(record_id):
+            data = read_json(path)
+            if isinstance(data, dict) and "stage" in data:
+                return StageDir(path.parents[2], str(data["stage"]), record_id)
+        return None
+
+    def _record_files(self, record_id: str = "*") -> Iterator[Path]:
+        runs = self.path / "runs"
+        yield from runs.glob(f"*/stages/*/checkpoints/{record_id}/{RECORD}")
+        yield from runs.glob(f"*/stages/*/*=*/checkpoints/{record_id}/{RECORD}")
+
+    @staticmethod
+    def new_record_id() -> str:
+        """Unique to one publish; sorts by time."""
+        return f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{uuid.uuid4().hex[:12]}"
+
+    def digests(self) -> "Digests":
+        return Digests(self.path / "runs" / ".digests.json")
+
+
+class Digests:
+    """sha256 of files from outside, remembered by path, size and mtime so that a plan stays fast."""
+
+    def __init__(self, memory: Path) -> None:
+        self._memory = memory
+        self._known: dict[str, list[Any]] = read_json(memory) or {}
+        self._grown = False
+
+    def file(self, path: Path) -> str:
+        """Raises OSError where the file cannot be read."""
+        state = path.stat()
+        key = str(path.resolve())
+        known = self._known.get(key)
+        if known is None or known[:2] != [state.st_size, state.st_mtime_ns]:
+            known = self._known[key] = [state.st_size, state.st_mtime_ns, sha256(path)]
+            self._grown = True
+        return str(known[2])
+
+    def model(self, folder: Path) -> dict[str, str]:
+        """Of all files that make a model in Hugging Face format."""
+        names = sorted(path.name for path in folder.iterdir() if path.suffix in _MODEL_SUFFIXES)
+        return {name: self.file(folder / name) for name in names if name != RECORD}
+
+    def save(self) -> None:
+        """Only beside runs that exist: a plan makes no folder."""
+        if self._grown and self._memory.parent.is_dir() and os.access(self._memory.parent, os.W_OK):
+            write_json(self._memory, self._known)
+
+
+_MODEL_SUFFIXES = {".json", ".safetensors", ".txt", ".model", ".jinja"}
+
+
+def _folder(name: str) -> list[str]:
+    """max[domain=general] -> max, domain=general"""
+    base, _, axes = name.removesuffix("]").partition("[")
+    return [base, axes] if axes else [base]
+
+
+def _started(run: RunDir) -> tuple[str, str]:
+    return str(run.info.get("created", "")), run.name
