@@ -4,19 +4,30 @@ Pure data. A key without a default is one that no paper or library can choose fo
 the pipeline or in the scale. `resources` and `machine` never enter a stage's identity; all other keys do.
 """
 
+import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]  # cannot leave its folder, nor hide in it
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"  # cannot leave its folder, nor hide in it
+Name = Annotated[str, Field(pattern=NAME_PATTERN)]
+
+
+def _axis_value(value: Any) -> Any:
+    if isinstance(value, str | int | float) and not isinstance(value, bool) and re.match(NAME_PATTERN, str(value)):
+        return value
+    raise ValueError("must be a name (letters, digits and _ . -, starting with a letter or digit) or a number >= 0")
+
+
+AxisValue = Annotated[Any, AfterValidator(_axis_value)]  # str, int or float; `${each.AXIS}` keeps its type
 
 
 class Settings(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 # ---------------------------------------------------------------------------------------------- model and tasks
@@ -90,7 +101,13 @@ class FileTask(Settings):
     eval_path: str | None = None  # a file of its own for evaluation; then nothing is held out of `path`
 
 
-TaskSettings = Annotated[ChainTask | FileTask, Field(discriminator="task")]
+def _task_tag(value: Any) -> Any:
+    return value.get("task", "file") if isinstance(value, dict) else getattr(value, "task", "file")
+
+
+TaskSettings = Annotated[
+    Annotated[ChainTask, Tag("chain")] | Annotated[FileTask, Tag("file")], Discriminator(_task_tag)
+]
 
 
 class EffortSettings(Settings):
@@ -313,11 +330,25 @@ class WeightedInput(Settings):
 
 
 class Foreach(Settings):
-    product: dict[Name, list[Name]] | None = None
-    zip: dict[Name, list[Name]] | None = None
+    """`foreach: {AXIS: values, ...}` is short for `product`. With both: every zipped row for each of the product."""
+
+    product: dict[Name, list[AxisValue]] = {}
+    zip: dict[Name, list[AxisValue]] = {}
 
 
-InputValue = str | WeightedInput | list[str | WeightedInput]
+def _input_tag(value: Any) -> str:
+    return "list" if isinstance(value, list) else "model" if isinstance(value, dict | WeightedInput) else "reference"
+
+
+OneInput = Annotated[
+    Annotated[str, Tag("reference")] | Annotated[WeightedInput, Tag("model")], Discriminator(_input_tag)
+]
+InputValue = Annotated[
+    Annotated[str, Tag("reference")]
+    | Annotated[WeightedInput, Tag("model")]
+    | Annotated[list[OneInput], Tag("list")],
+    Discriminator(_input_tag),
+]
 
 
 class _Stage(Settings):
@@ -364,7 +395,7 @@ class PipelineSettings(Settings):
 
     name: Name
     seed: int = 0
-    axes: dict[Name, list[Name]] = {}
+    axes: dict[Name, list[AxisValue]] = {}
     model: ModelSettings
     tasks: dict[Name, TaskSettings] = {}
     efforts: EffortSettings | None = None
