@@ -95,6 +95,8 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
                 yield number, _BadRow(f"not UTF-8 at byte {error.start} of the line; convert the file to UTF-8")
             except json.JSONDecodeError as error:
                 yield number, _BadRow(f"not JSON: {error.msg} at column {error.colno}; one object a line is wanted")
+            except ValueError as error:
+                yield number, _BadRow(str(error))  # a number of thousands of digits
             except RecursionError:
                 yield number, _BadRow("JSON nested too deep")
 
@@ -339,8 +341,6 @@ class FileRows:
             return self._verifier(completion, row.answer)
 
     def reference(self, prompt: Prompt) -> str | None:
-        """The row's completion, or its answer where that is what the verifier compares with."""
+        """The answer where the verifier compares with it, else the row's completion, if the file has one."""
         row: Row = prompt.answer
-        if row.completion is None and self.settings.verifier not in ("exact", "numeric", "math_verify"):
-            return None
-        return row.answer if row.completion is None else row.completion
+        return row.answer if self.settings.verifier in ("exact", "numeric", "math_verify") else row.completion

@@ -3,7 +3,7 @@
 | name              | a completion is correct when                                                                    |
 |-------------------|-------------------------------------------------------------------------------------------------|
 | `exact`           | it equals the answer, blanks at the ends aside; upper and lower case differ                     |
-| `numeric`         | its last number (after `####` where it has one) equals the answer's                             |
+| `numeric`         | its last number equals the answer's; where there is a `####`, the first number after it counts  |
 | `regex`           | the answer, a pattern of Python's `re`, matches all of it, blanks at the ends aside;            |
 |                   | write `(?s).*PATTERN.*` to look for a part                                                      |
 | `math_verify`     | the Math-Verify library finds its expression equal to the answer's                              |
@@ -41,7 +41,7 @@ NUMBER = re.compile(rf"((?<![\w.)\]}}])[+-])?({_DECIMAL})(?:\s*/\s*({_DECIMAL}))
 
 # Powers of powers, exponents and factorials that would fill the memory before a time limit is noticed.
 TOWER = re.compile(
-    r"(?:\^|\*\*)[\s{(]*[0-9]+\s*(?:\^|\*\*)|(?:\^|\*\*)[\s{(]*[0-9]{5,}|[0-9]{5,}[\s)}]*!|binom\{?[0-9]{5,}"
+    r"(?:\^|\*\*)[\s{(]*[0-9]+\s*(?:\^|\*\*)|(?:\^|\*\*)[\s{(]*[0-9]{5,}|(?<![0-9])[0-9]{5,}[\s)}]*!|binom\{?[0-9]{5,}"
 )
 
 
@@ -60,7 +60,7 @@ def resolve(name: str, key: str = "verifier") -> Verifier:
 
 def answer_problem(name: str, answer: str) -> str:
     """Why no completion could ever match this reference answer under the verifier `name`; "" where one could."""
-    if name == "numeric" and _last_number(answer) is None:
+    if name == "numeric" and _number(answer) is None:
         return "holds no number"
     if name == "math_verify" and TOWER.search(answer):
         return "is too large a power, factorial or binomial to be computed"
@@ -88,7 +88,7 @@ def numeric(completion: str, answer: str) -> Verdict:
 
     Two whole numbers must be equal digit by digit; otherwise a relative tolerance of 1e-6 holds.
     """
-    found, wanted = _last_number(completion), _last_number(answer)
+    found, wanted = _number(completion), _number(answer)
     if found is None or wanted is None:
         return _verdict(False, "holds no number")
     if isinstance(found, str) and isinstance(wanted, str):
@@ -97,15 +97,14 @@ def numeric(completion: str, answer: str) -> Verdict:
     return _verdict(near, f"{float(found)} is not {float(wanted)}")
 
 
-def _last_number(text: str) -> str | float | None:
-    """A whole number as its digits (they may be too many for an int), any other as a float; None without one."""
-    text = text.rpartition(FINAL)[2].replace("\N{MINUS SIGN}", "-")
-    last = None
-    for last in NUMBER.finditer(text):  # noqa: B007 (the last match is wanted)
-        pass
-    if last is None:
+def _number(text: str) -> str | float | None:
+    """The number that counts: a whole one as its digits (they may be too many for an int), any other as a float; None without one."""
+    _, marked, text = text.replace("\N{MINUS SIGN}", "-").rpartition(FINAL)
+    numbers = list(NUMBER.finditer(text))
+    if not numbers:
         return None
-    sign, top, bottom = last[1] or "", last[2].replace(",", ""), (last[3] or "").replace(",", "")
+    found = numbers[0 if marked else -1]
+    sign, top, bottom = found[1] or "", found[2].replace(",", ""), (found[3] or "").replace(",", "")
     if not bottom and top.isdigit():
         digits = top.lstrip("0") or "0"
         return f"-{digits}" if sign == "-" and digits != "0" else digits
