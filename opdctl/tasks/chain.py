@@ -150,11 +150,6 @@ class ChainStream:
         if problems:
             raise ConfigError(problems, hint="a stride n writes every n-th state, e.g. {low: 4, high: 2, max: 1}")
 
-    def words(self) -> list[str]:
-        """Every word that a prompt or an answer can hold: a tokenizer must know them."""
-        tokens = self.efforts.levels.values() if self.efforts and self.efforts.by == "control_token" else ()
-        return [f"<{self.settings.domain}>", *tokens, *self.ops, *self.domain.states]
-
     def size(self, split: Split) -> int | None:
         return None
 

@@ -94,7 +94,7 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
             except UnicodeDecodeError as error:
                 yield number, _BadRow(f"not UTF-8 at byte {error.start} of the line; convert the file to UTF-8")
             except json.JSONDecodeError as error:
-                yield number, _BadRow(f"not JSON: {error.msg} at column {error.colno}; one object a line is wanted")
+                yield number, _BadRow(f"not JSON: {error.msg} (character {error.pos + 1}); one object a line is wanted")
             except ValueError as error:
                 yield number, _BadRow(str(error))  # a number of thousands of digits
             except RecursionError:
