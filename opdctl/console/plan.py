@@ -1,0 +1,122 @@
+"""A plan as a tree of stages: decision, reason and resources of each, the losses of the RL and OPD stages."""
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from opdctl.console import join, plural
+from opdctl.plan import Decision, Plan, PlannedStage
+
+STYLES = {
+    Decision.RUN: "yellow",
+    Decision.RESUME: "cyan",
+    Decision.REUSE: "green",
+    Decision.REFUSED: "bold red",
+    Decision.SKIPPED: "dim",
+}
+ALIKE = 12  # instances of one stage beyond which those with the same decision and reason share a line
+
+
+def plan_view(plan: Plan) -> RenderableType:
+    """The tree, then one formula for each base stage that has one."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True, justify="right")
+    table.add_column(no_wrap=True, style="dim")
+    table.add_column(overflow="fold")
+    table.add_row(*(Text(title, style="bold") for title in ("stage", "plan", "steps", "takes", "why")))
+    for base, instances in groupby(plan.stages, key=lambda item: item.stage.base):
+        _add_group(table, base, list(instances))
+    heading = Text.assemble((plan.pipeline.settings.name, "bold"), f", run {plan.run.name}: ", summary(plan.stages))
+    return Group(heading, "", table, *_formulas(plan.stages))
+
+
+def summary(stages: Iterable[PlannedStage]) -> str:
+    """`14 stages: 12 run, 1 resume, 1 reuse`."""
+    decisions = [item.decision for item in stages]
+    counts = [f"{decisions.count(decision)} {decision}" for decision in Decision if decision in decisions]
+    return f"{plural(len(decisions), 'stage')}: {join(counts)}"
+
+
+def plan_data(plan: Plan) -> dict[str, Any]:
+    return {
+        "pipeline": plan.pipeline.settings.name,
+        "source": plan.pipeline.source,
+        "run": plan.run.name,
+        "stages": [_stage_data(item) for item in plan.stages],
+    }
+
+
+def _stage_data(item: PlannedStage) -> dict[str, Any]:
+    stage = item.stage
+    return {
+        "name": stage.name,
+        "kind": stage.settings.kind,
+        "labels": dict(stage.labels),
+        "decision": str(item.decision),
+        "reason": item.reason,
+        "resume_step": item.resume_step,
+        "total_steps": item.total_steps,
+        "fingerprint": item.fingerprint,
+        "formula": item.formula,
+        "inputs": [{"role": given.role, "kind": given.kind, "target": given.target} for given in stage.inputs],
+        "resources": stage.settings.resources.model_dump(),
+    }
+
+
+def _add_group(table: Table, base: str, instances: Sequence[PlannedStage]) -> None:
+    first = instances[0]
+    if len(instances) == 1 and first.stage.name == base:
+        table.add_row(Text(base, style="bold"), *_cells(first))
+        return
+    table.add_row(Text.assemble((base, "bold"), (f" x{len(instances)}", "dim")))
+    lines: dict[tuple[str, ...], list[PlannedStage]] = {}
+    for item in instances:
+        alike = (item.decision, item.reason) if len(instances) > ALIKE else (item.stage.name,)
+        lines.setdefault(alike, []).append(item)
+    for at, items in enumerate(lines.values()):
+        branch = "└ " if at == len(lines) - 1 else "├ "
+        more = f" and {len(items) - 1:,} more" if len(items) > 1 else ""
+        table.add_row(Text.assemble((branch, "dim"), _axes(items[0].stage.name), (more, "dim")), *_cells(items[0]))
+
+
+def _axes(name: str) -> str:
+    return name.partition("[")[2].rstrip("]") or name
+
+
+def _cells(item: PlannedStage) -> tuple[RenderableType, ...]:
+    steps = f"{item.total_steps:,}"
+    if item.decision is Decision.RESUME and item.resume_step is not None:
+        steps = f"{item.resume_step:,}/{steps}"
+    resources = item.stage.settings.resources
+    takes = join((plural(resources.cpus, "cpu"), plural(resources.gpus, "gpu") if resources.gpus else ""))
+    return Text(item.decision, style=STYLES[item.decision]), steps, takes, item.reason
+
+
+def _formulas(stages: Iterable[PlannedStage]) -> list[RenderableType]:
+    """A line a formula, once for all the stages that share it."""
+    users: dict[str, list[str]] = {}
+    for item in stages:
+        if item.formula:
+            users.setdefault(item.formula, []).append(item.stage.name)
+    everyone = [item.stage.name for item in stages]
+    lines: list[RenderableType] = []
+    for formula, names in users.items():
+        title = join(_by_base(names, everyone))
+        lines += ["", Text.assemble((title, "bold"), "\n  ", formula.replace("\n", "\n  "))]
+    return lines
+
+
+def _by_base(names: Sequence[str], everyone: Sequence[str]) -> list[str]:
+    """`max`, `high` where all instances are meant, full names where only some are."""
+    titles: list[str] = []
+    for base, group in groupby(names, key=lambda name: name.partition("[")[0]):
+        listed = list(group)
+        whole = len(listed) == sum(name.partition("[")[0] == base for name in everyone)
+        titles += [base] if whole else listed
+    return titles
