@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from opdctl import lock
+from opdctl.digests import Digests
 from opdctl.errors import ConfigError
 from opdctl.records import (
     RECORD,
@@ -34,7 +35,6 @@ from opdctl.records import (
     disk_errors,
     read_json,
     read_record,
-    sha256,
     sync,
     write_json,
     write_record,
@@ -194,7 +194,7 @@ class StageDir:
 
     def _note(self) -> Mapping[str, Any] | None:
         note = read_json(self.identity)
-        if not isinstance(note, dict) or self.state_step() is None:
+        if not isinstance(note, dict) or not self.state.is_dir() or not any(self.state.iterdir()):
             return None
         record = self.record()  # a kill after publishing, before the state was deleted
         published = record and record.identity == note["identity"] and record.parent_ids() == note["parents"]
@@ -360,38 +360,6 @@ class Workspace:
 
     def digests(self) -> "Digests":
         return Digests(self.path / "runs" / ".digests.json")
-
-
-class Digests:
-    """sha256 of files from outside, remembered by path, size and mtime so that a plan stays fast."""
-
-    def __init__(self, memory: Path) -> None:
-        self._memory = memory
-        self._known: dict[str, list[Any]] = read_json(memory) or {}
-        self._grown = False
-
-    def file(self, path: Path) -> str:
-        """Raises OSError where the file cannot be read."""
-        state = path.stat()
-        key = str(path.resolve())
-        known = self._known.get(key)
-        if known is None or known[:2] != [state.st_size, state.st_mtime_ns]:
-            known = self._known[key] = [state.st_size, state.st_mtime_ns, sha256(path)]
-            self._grown = True
-        return str(known[2])
-
-    def model(self, folder: Path) -> dict[str, str]:
-        """Of all files that make a model in Hugging Face format."""
-        names = sorted(path.name for path in folder.iterdir() if path.suffix in _MODEL_SUFFIXES)
-        return {name: self.file(folder / name) for name in names if name != RECORD}
-
-    def save(self) -> None:
-        """Only beside runs that exist: a plan makes no folder."""
-        if self._grown and self._memory.parent.is_dir() and os.access(self._memory.parent, os.W_OK):
-            write_json(self._memory, self._known)
-
-
-_MODEL_SUFFIXES = {".json", ".safetensors", ".txt", ".model", ".jinja"}
 
 
 def _folder(name: str) -> list[str]:

@@ -1,0 +1,256 @@
+"""What can be known before launch about a stage whose keys are all valid: do its numbers, names and inputs agree?"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+from opdctl.references import Input, Problem, near_miss
+from opdctl.settings import (
+    Budget,
+    ChainTask,
+    EvalSettings,
+    EvalStage,
+    NewModel,
+    OpdSettings,
+    OpdStage,
+    PipelineSettings,
+    RlvrSettings,
+    RlvrStage,
+    Rollout,
+    SftStage,
+    TopKOpd,
+    Train,
+)
+
+AnyStage = SftStage | RlvrStage | OpdStage | EvalStage
+STATIC_COLUMNS = ("domain", "effort")  # of every row; known before any row is read
+
+
+def route_columns(settings: AnyStage, pipeline: PipelineSettings) -> list[str]:
+    """The columns of a row that labels of this stage's models are compared with."""
+    if isinstance(settings, OpdStage):
+        return list(settings.config.route_by)
+    if isinstance(settings, EvalStage):
+        return [*STATIC_COLUMNS, *_file_columns(settings, pipeline)]
+    return []
+
+
+def check_stage(settings: AnyStage, inputs: Sequence[Input], pipeline: PipelineSettings) -> Iterator[Problem]:
+    """Every contradiction, as key and text."""
+    config = settings.config
+    yield from _data(settings, pipeline)
+    yield from _resources(settings, pipeline)
+    yield from _roles(settings, inputs)
+    yield from _labels(inputs)
+    if isinstance(config, RlvrSettings):
+        yield from _rlvr(config, pipeline)
+    if isinstance(config, OpdSettings):
+        yield from _opd(config, inputs, pipeline)
+        yield from _file_column_names(settings, pipeline)
+    if isinstance(config, EvalSettings):
+        yield from _eval(config, inputs, pipeline)
+
+
+def _data(settings: AnyStage, pipeline: PipelineSettings) -> Iterator[Problem]:
+    data = settings.config.data
+    for name in dict.fromkeys(data.tasks):
+        if name not in pipeline.tasks:
+            yield "config.data.tasks", f"no task is called '{name}'" + near_miss(name, pipeline.tasks, "tasks")
+    for effort in dict.fromkeys(data.efforts):
+        yield from _effort("config.data.efforts", effort, pipeline)
+        for name in dict.fromkeys(data.tasks):
+            task = pipeline.tasks.get(name)
+            if isinstance(task, ChainTask) and effort not in task.strides:
+                yield "config.data.efforts", f"tasks.{name}.strides has none for effort '{effort}'"
+
+
+def _effort(key: str, effort: str, pipeline: PipelineSettings) -> Iterator[Problem]:
+    levels = pipeline.efforts.levels if pipeline.efforts else {}
+    if effort not in levels:
+        yield key, f"no effort level is called '{effort}'" + near_miss(effort, levels, "efforts.levels")
+
+
+def _resources(settings: AnyStage, pipeline: PipelineSettings) -> Iterator[Problem]:
+    for what in ("slots", "cpus", "gpus"):
+        wanted, there = getattr(settings.resources, what), getattr(pipeline.machine, what)
+        if wanted > there:
+            yield f"resources.{what}", f"{wanted}, but machine.{what} is {there}"
+
+
+# ---------------------------------------------------------------------------------------------- inputs
+
+
+def _roles(settings: AnyStage, inputs: Sequence[Input]) -> Iterator[Problem]:
+    roles = {given.role for given in inputs} | settings.inputs.keys()  # a bad reference is told elsewhere
+    config = settings.config
+    required: dict[str, str] = {}
+    useless: dict[str, str] = {}
+    match config:
+        case RlvrSettings():
+            required["init"] = ""
+            kl, effort = config.kl.estimator != "none", config.effort is not None
+            (required if kl else useless)["reference"] = f"config.kl.estimator is {config.kl.estimator}"
+            (required if effort else useless)["budget"] = f"config.effort is {'set' if effort else 'not set'}"
+        case OpdSettings():
+            required = {"student": "", "teachers": ""}
+        case EvalSettings():
+            if not roles & {"models", "before", "teachers", "after"}:
+                yield "inputs", "names no model; give models, or before, teachers and after (for the fusion table)"
+            elif "models" in roles and roles & {"before", "teachers", "after"}:
+                yield "inputs", "give either models, or before, teachers and after"
+            elif "models" not in roles:
+                required = dict.fromkeys(("before", "teachers", "after"), "the fusion table compares all three")
+            if config.within is None:
+                useless["budget"] = "config.within is not set"
+            elif "models" in roles:
+                required["budget"] = "config.within is set, and there is no `before` to stand in"
+        case _:
+            required["init"] = ""
+    for role, why in required.items():
+        if role not in roles:
+            yield f"inputs.{role}", "required, and not set" + (f": {why}" if why else "")
+    for role, why in useless.items():
+        if role in roles:
+            yield f"inputs.{role}", f"would not be read: {why}"
+
+
+def _labels(inputs: Sequence[Input]) -> Iterator[Problem]:
+    """Models compared in one table, or routed to, need names of their own."""
+    listed = [given for given in inputs if given.role in ("models", "before", "teachers", "after")]
+    seen: dict[str, str] = {}
+    for given in listed:
+        if given.label in seen:
+            roles = " and ".join(dict.fromkeys((seen[given.label], given.role)))
+            yield f"inputs.{given.role}", f"two models of {roles} are called '{given.label}'; give one another label"
+        seen.setdefault(given.label, given.role)
+
+
+# ---------------------------------------------------------------------------------------------- kinds
+
+
+def _rlvr(config: RlvrSettings, pipeline: PipelineSettings) -> Iterator[Problem]:
+    yield from _batches(config.rollout, config.train)
+    if config.rollout.group_size < 2:
+        yield "config.rollout.group_size", "1, but an advantage compares the completions of a group: give 2 or more"
+    if config.effort is not None:
+        yield from _budget("config.effort.budget", config.effort.budget, pipeline)
+
+
+def _batches(rollout: Rollout, train: Train) -> Iterator[Problem]:
+    """A rollout batch is used up by a whole number of optimizer steps; recovery state is saved between batches."""
+    sequences, batch = rollout.prompts * rollout.group_size, train.global_batch_size
+    if sequences % batch:
+        yield (
+            "config.train.global_batch_size",
+            f"{batch} does not divide the {sequences} sequences of a rollout batch "
+            f"(rollout.prompts {rollout.prompts} x rollout.group_size {rollout.group_size})",
+        )
+        return
+    updates = sequences // batch
+    for key, steps in (("max_steps", train.max_steps), ("save_every", train.save_every)):
+        if steps % updates:
+            yield (
+                f"config.train.{key}",
+                f"{steps} is no multiple of the {updates} optimizer steps per rollout batch "
+                f"(rollout.prompts x rollout.group_size / global_batch_size)",
+            )
+
+
+def _budget(key: str, budget: Budget, pipeline: PipelineSettings) -> Iterator[Problem]:
+    yield from _effort(f"{key}.effort", budget.effort, pipeline)
+
+
+def _opd(config: OpdSettings, inputs: Sequence[Input], pipeline: PipelineSettings) -> Iterator[Problem]:
+    yield from _batches(config.rollout, config.train)
+    teachers = [given for given in inputs if given.role == "teachers"]
+    if config.default_teacher is not None and config.default_teacher not in [given.label for given in teachers]:
+        labels = [given.label for given in teachers]
+        yield (
+            "config.default_teacher",
+            f"no teacher is called '{config.default_teacher}'" + near_miss(config.default_teacher, labels, "teachers"),
+        )
+    if isinstance(config.loss, TopKOpd) and isinstance(pipeline.model, NewModel):
+        vocabulary = len(pipeline.model.tokenizer.words)
+        if config.loss.k > vocabulary:
+            yield "config.loss.k", f"{config.loss.k}, but the vocabulary has {vocabulary} words"
+    if "effort" in config.route_by and not config.data.efforts:
+        yield "config.route_by", "rows have no effort to route by: config.data.efforts is empty"
+    elif teachers:
+        yield from _coverage(config, config.route_by, teachers, config.default_teacher is not None)
+
+
+def _eval(config: EvalSettings, inputs: Sequence[Input], pipeline: PipelineSettings) -> Iterator[Problem]:
+    for k in config.pass_k:
+        if k > config.rollout.group_size:
+            yield "config.pass_k", f"{k} needs as many samples per prompt: rollout.group_size is smaller"
+    if config.within is not None:
+        yield from _budget("config.within.budget", config.within.budget, pipeline)
+        if not config.data.efforts:
+            yield "config.within", "budgets belong to effort levels, and config.data.efforts is empty"
+        for effort in dict.fromkeys(config.data.efforts):
+            if effort not in config.within.tau:
+                yield f"config.within.tau.{effort}", "required, and not set: config.data.efforts asks for this effort"
+        for effort in config.within.tau:
+            yield from _effort(f"config.within.tau.{effort}", effort, pipeline)
+    if teachers := [given for given in inputs if given.role == "teachers"]:
+        common = [column for column in STATIC_COLUMNS if all(column in given.route for given in teachers)]
+        known = [column for column in common if column == "domain" or config.data.efforts]
+        yield from _coverage(config, known, teachers, False)
+
+
+def _coverage(
+    config: OpdSettings | EvalSettings, route_by: Sequence[str], teachers: Sequence[Input], default: bool
+) -> Iterator[Problem]:
+    """Exactly one teacher for each combination of columns that the data can hold."""
+    routes: dict[tuple[str, ...], str] = {}
+    for given in teachers:
+        if lacking := [column for column in route_by if column not in given.route]:
+            yield "inputs.teachers", f"'{given.label}' has no label '{lacking[0]}' to be routed by; give it a route"
+            continue
+        key = tuple(given.route[column] for column in route_by)
+        if key in routes:
+            yield "inputs.teachers", f"'{routes[key]}' and '{given.label}' are both for {_row(route_by, key)}"
+        routes.setdefault(key, given.label)
+    static = [at for at, column in enumerate(route_by) if column in STATIC_COLUMNS]
+    values = {"domain": list(dict.fromkeys(config.data.tasks)), "effort": list(dict.fromkeys(config.data.efforts))}
+    wanted = list(itertools.product(*(values[route_by[at]] for at in static)))
+    covered = {tuple(key[at] for at in static) for key in routes}
+    columns = [route_by[at] for at in static]
+    bare = [_row(columns, key) for key in wanted if key not in covered]
+    if bare and not default and static:
+        hint = "add teachers, or set config.default_teacher" if isinstance(config, OpdSettings) else "add teachers"
+        yield "inputs.teachers", f"no teacher for {'; '.join(bare)} ({hint})"
+    for key, label in routes.items():
+        if tuple(key[at] for at in static) not in wanted:
+            yield "inputs.teachers", f"'{label}' is for {_row(route_by, key)}, which the data cannot hold"
+
+
+def _row(columns: Sequence[str], key: Sequence[str]) -> str:
+    return ", ".join(f"{column}={value}" for column, value in zip(columns, key, strict=True)) or "every row"
+
+
+def _file_columns(settings: AnyStage, pipeline: PipelineSettings) -> list[str]:
+    named = [pipeline.tasks.get(name) for name in settings.config.data.tasks]
+    return list(dict.fromkeys(column for task in named for column in getattr(task, "columns", [])))
+
+
+def _file_column_names(settings: OpdStage | AnyStage, pipeline: PipelineSettings) -> Iterator[Problem]:
+    assert isinstance(settings, OpdStage)
+    for column in settings.config.route_by:
+        known = [*STATIC_COLUMNS, *_file_columns(settings, pipeline)]
+        if column not in known:
+            yield "config.route_by", f"rows have no column '{column}'" + near_miss(column, known, "columns")
+        for name in settings.config.data.tasks if column not in STATIC_COLUMNS else ():
+            task = pipeline.tasks.get(name)
+            if column in known and column not in getattr(task, "columns", []):
+                yield "config.route_by", f"tasks.{name}.columns does not have '{column}'"
+
+
+def used_efforts(settings: AnyStage) -> list[str]:
+    """Effort levels that the stage's result depends on."""
+    config = settings.config
+    used = list(config.data.efforts)
+    if isinstance(config, RlvrSettings) and config.effort:
+        used.append(config.effort.budget.effort)
+    if isinstance(config, EvalSettings) and config.within:
+        used.append(config.within.budget.effort)
+    return used

@@ -1,0 +1,331 @@
+"""A YAML file and overrides to a `Pipeline`: Hydra composes, OmegaConf resolves, `expand` does the rest.
+
+Nothing past this module sees Hydra or OmegaConf. Objects are never made from YAML: Hydra only merges here.
+"""
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from opdctl.errors import ConfigError
+from opdctl.pipeline import InstanceOverride, Late, Pipeline, expand, marker
+from opdctl.references import near_miss
+from opdctl.settings import FileTask
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig, ListConfig
+
+_INSTANCE = re.compile(r"^(?P<sign>\+\+|\+|~)?stages\.(?P<selector>[^.=\[\]]+\[[^\]]*\])(?P<rest>.*)$", re.DOTALL)
+_KEY = re.compile(r"^(?P<sign>\+\+|\+|~)?(?P<key>[^=+~][^=]*)(?P<rest>=.*)?$", re.DOTALL)
+_EACH = re.compile(r"\$\{each\.([^{}]*)\}")
+
+
+def builtin_folder() -> Path:
+    """Where the packaged conf/ and pipelines/ are: inside the wheel, or at the top of a checkout."""
+    inside = Path(__file__).parent / "builtin"
+    return inside if inside.is_dir() else Path(__file__).parent.parent
+
+
+def load_pipeline(path: str | Path, overrides: Sequence[str] = (), *, workspace: Path | None = None) -> Pipeline:
+    """The pipeline of a file, or of a packaged name, with overrides in Hydra's syntax.
+
+    `stages.max[domain=general].KEY=VALUE` overrides one instance. `workspace` (default: the current folder) is where
+    relative paths in the pipeline start. Raises ConfigError with every problem.
+    """
+    file, source = _find(str(path))
+    folder = Path(os.path.abspath(workspace or Path.cwd()))
+    confs = [conf for conf in (file.parent.parent / "conf", builtin_folder() / "conf") if conf.is_dir()]
+    instances = [text for text in overrides if _INSTANCE.match(text)]
+    plain = [_forced(text, confs) for text in overrides if not _INSTANCE.match(text)]
+    config = _compose(file, list(dict.fromkeys(confs)), plain)
+    problems = _unknown_stages(config, overrides)
+    resolution = _Resolution(config)
+    tree = resolution.tree()
+    parsed = [resolution.override(text) for text in instances]
+    pipeline = expand(tree, parsed, source=source, folder=folder, problems=problems + resolution.problems)
+    if missing := list(_missing_files(pipeline)):
+        raise ConfigError(missing, hint=f"relative paths start at the workspace, {folder}")
+    return pipeline
+
+
+def _find(path: str) -> tuple[Path, str]:
+    file = Path(path)
+    if file.is_file():
+        if file.suffix != ".yaml":
+            raise ConfigError(f"{path}: the name of a pipeline file ends in .yaml")
+        return Path(os.path.abspath(file)), path
+    packaged = {found.stem: found for found in sorted((builtin_folder() / "pipelines").glob("*.yaml"))}
+    if path in packaged:
+        return packaged[path], f"packaged {path}"
+    raise ConfigError(f"{path}: no such file, and no packaged pipeline" + near_miss(path, packaged, "packaged"))
+
+
+# ---------------------------------------------------------------------------------------------- composition
+
+
+def _forced(text: str, confs: Sequence[Path]) -> str:
+    """`key=value` as `++key=value`, so that a key may be set whether the file has it or not.
+
+    Validation knows all keys and finds misspelt ones, but in these free mappings; there Hydra asks for the `+`.
+    """
+    found = _KEY.match(text)
+    if not found or found["sign"] or found["rest"] is None:
+        return text
+    key = found["key"]
+    group = "@" in key or "/" in key or any((conf / key).is_dir() for conf in confs)
+    free = key.partition(".")[0] in ("scale", "axes", "tasks", "hydra")
+    return text if group or free else f"++{text}"
+
+
+def _compose(file: Path, confs: Sequence[Path], overrides: Sequence[str]) -> "DictConfig":
+    from hydra import compose, initialize_config_dir
+    from hydra.errors import HydraException, OverrideParseException
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError  # type: ignore[import-untyped]  # its stubs for one name
+
+    search = ",".join(_quoted(f"file://{conf}") for conf in confs)
+    try:
+        with initialize_config_dir(config_dir=str(file.parent), version_base="1.3"):
+            return compose(file.name, overrides=[f"hydra.searchpath=[{search}]", *overrides])
+    except OverrideParseException as error:
+        raise ConfigError(f"override {error.override}: {_first_line(error.message)}", hint=_GRAMMAR) from error
+    except YAMLError as error:
+        raise ConfigError(_yaml_problem(error)) from error
+    except (HydraException, OmegaConfBaseException) as error:
+        raise _composition_problem(error, file) from error
+
+
+_GRAMMAR = "write KEY=VALUE; quote values with blanks or commas: KEY='\"a, b\"'. Hydra's grammar of overrides applies"
+
+
+def _quoted(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"
+
+
+def _yaml_problem(error: Exception) -> str:
+    mark = getattr(error, "problem_mark", None)
+    where = f"{mark.name}:{mark.line + 1}:{mark.column + 1}" if mark else "YAML"
+    told = (getattr(error, "context", None), getattr(error, "problem", None))
+    return f"{where}: not valid YAML: {', '.join(part for part in told if part) or error}"
+
+
+def _composition_problem(error: Exception, file: Path) -> ConfigError:
+    """Hydra tells over several lines, with the folders that it searched, what fits in one."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    missing = getattr(error, "missing_cfg_file", None)
+    if missing is not None:
+        options = list(getattr(error, "options", None) or [])
+        wanted = str(missing).rpartition("/")
+        text = f"{file.name}: no '{wanted[2]}' in group '{wanted[0]}'" if wanted[0] else f"{file.name}: no '{missing}'"
+        return ConfigError(text + near_miss(wanted[2], options, "options"))
+    cause = [line.strip() for line in str(error.__cause__ or "").splitlines() if line.strip()]
+    key = getattr(error.__cause__, "full_key", None) or getattr(error, "full_key", None)
+    told = [*lines[:1], *(line for line in cause[:1] if line not in lines[:1])]
+    return ConfigError((f"{key}: " if key else f"{file.name}: ") + " ".join(told))
+
+
+def _first_line(text: str) -> str:
+    return next((line.strip() for line in text.splitlines() if line.strip()), "cannot be read")
+
+
+def _unknown_stages(config: "DictConfig", overrides: Sequence[str]) -> list[str]:
+    """An override that makes a stage up is a misspelt name."""
+    from omegaconf import OmegaConf
+
+    problems: list[str] = []
+    stages = OmegaConf.to_container(config.get("stages") or OmegaConf.create({}), resolve=False)
+    assert isinstance(stages, dict)
+    real = [str(name) for name, stage in stages.items() if isinstance(stage, dict) and "kind" in stage]
+    for text in overrides:
+        found = _KEY.match(text)
+        parts = found["key"].split(".") if found else []
+        if parts[:1] == ["stages"] and len(parts) > 2 and "[" not in parts[1] and parts[1] not in real:
+            problems.append(f"override {text}: no stage is called '{parts[1]}'" + near_miss(parts[1], real, "stages"))
+            if parts[1] in stages:
+                del config.stages[parts[1]]
+    return problems
+
+
+# ---------------------------------------------------------------------------------------------- resolution
+
+
+@dataclass
+class _Resolution:
+    """Replaces interpolations by what they refer to, keeping every failure with its key.
+
+    `${each.AXIS}` becomes a marker, so that a stage is resolved once and not for each of its instances. Only a value
+    that depends on the instance otherwise, as `${scale.loss.${each.loss}}` does, is looked up for each (`Late`).
+    """
+
+    config: "DictConfig"
+    problems: list[str] = field(default_factory=list)
+    axes: dict[str, list[str]] = field(default_factory=dict)  # stage -> axes of its foreach
+
+    def tree(self) -> dict[str, Any]:
+        from omegaconf import OmegaConf
+
+        raw = OmegaConf.to_container(self.config, resolve=False)
+        assert isinstance(raw, dict)
+        stages = raw.pop("stages", None)
+        self._set_each({})
+        tree = {str(key): self._resolve(self.config, key, value, str(key), []) for key, value in raw.items()}
+        if isinstance(stages, dict):
+            stages = {name: self._stage(str(name), body) for name, body in stages.items()}
+        return tree | {"stages": stages}
+
+    def override(self, text: str) -> InstanceOverride:
+        """`stages.max[domain=general].config.train.lr=1e-3`, its value read as Hydra reads values."""
+        from hydra.core.override_parser.overrides_parser import OverridesParser
+        from hydra.errors import OverrideParseException
+        from omegaconf import OmegaConf
+
+        found = _INSTANCE.match(text)
+        assert found is not None
+        selector, rest = found["selector"], found["rest"]
+        if not rest.startswith("."):
+            raise ConfigError(f"override {text}: names no key; write stages.{selector}.KEY=VALUE")
+        try:
+            parsed = OverridesParser.create().parse_override(f"{found['sign'] or ''}{rest[1:]}")
+        except OverrideParseException as error:
+            raise ConfigError(f"override {text}: {_first_line(error.message)}", hint=_GRAMMAR) from error
+        if parsed.is_sweep_override():
+            raise ConfigError(f"override {text}: is several values; for a list write [a, b]")
+        path = tuple(parsed.key_or_group.split("."))
+        if parsed.is_delete():
+            return InstanceOverride(text, selector, path, None, delete=True)
+        holder = OmegaConf.create({"value": parsed.value()}, parent=self.config)
+        raw = OmegaConf.to_container(holder, resolve=False)
+        assert isinstance(raw, dict)
+        axes = self.axes.get(selector.partition("[")[0], [])
+        self._set_each({axis: marker(axis) for axis in axes})
+        value = self._resolve(holder, "value", raw["value"], f"override {text}", axes)
+        return InstanceOverride(text, selector, path, value)
+
+    def _stage(self, name: str, raw: Any) -> Any:
+        if not isinstance(raw, dict):
+            return raw
+        node, key = self.config.stages[name], f"stages.{name}"
+        self._set_each({})
+        foreach = self._resolve(node, "foreach", raw["foreach"], f"{key}.foreach", []) if "foreach" in raw else None
+        axes = self.axes[name] = _axis_names(foreach)
+        self._set_each({axis: marker(axis) for axis in axes})
+        body = {part: value for part, value in raw.items() if part != "foreach"}
+        done = {part: self._resolve(node, part, value, f"{key}.{part}", axes) for part, value in body.items()}
+        return done | ({} if foreach is None else {"foreach": foreach})
+
+    def _resolve(self, parent: "DictConfig | ListConfig", name: Any, raw: Any, key: str, axes: Sequence[str]) -> Any:
+        if isinstance(raw, dict | list) and raw:
+            node = parent[name]
+            items = raw.items() if isinstance(raw, dict) else enumerate(raw)
+            done = {part: self._resolve(node, part, value, f"{key}.{part}", axes) for part, value in items}
+            return done if isinstance(raw, dict) else list(done.values())
+        if not isinstance(raw, str) or "${" not in raw:
+            return raw
+        if _has_nested_each(raw):
+            return self._late(parent, name, raw)
+        try:
+            return self._look_up(parent, name, raw)
+        except ConfigError as error:
+            if axes:  # by way of another key it may depend on the instance
+                return self._late(parent, name, raw)
+            self.problems.append(f"{key}: {error}")
+            return None
+
+    def _late(self, parent: "DictConfig | ListConfig", name: Any, raw: str) -> Late:
+        known: dict[tuple[Any, ...], Any] = {}
+        mentioned = set(_EACH.findall(raw))
+
+        def value(each: Mapping[str, Any]) -> Any:
+            own = {axis: value for axis, value in each.items() if axis in mentioned} if mentioned else each
+            values = tuple(own.values())
+            if values not in known:
+                self._set_each(each)
+                known[values] = self._look_up(parent, name, raw)
+            return known[values]
+
+        return value
+
+    def _set_each(self, each: Mapping[str, Any]) -> None:
+        from omegaconf import open_dict
+
+        with open_dict(self.config):
+            self.config["each"] = dict(each)
+
+    def _look_up(self, parent: "DictConfig | ListConfig", name: Any, raw: str) -> Any:
+        """Raises ConfigError, without the key."""
+        from omegaconf import OmegaConf
+        from omegaconf.errors import InterpolationKeyError, InterpolationToMissingValueError, OmegaConfBaseException
+
+        try:
+            value = parent[name]
+            return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+        except InterpolationToMissingValueError as error:
+            missing = _first_line(str(error)).rpartition(" ")[2]
+            raise ConfigError(f"'{raw}' refers to {missing}, which is required, and not set") from error
+        except InterpolationKeyError as error:
+            found = re.search(r"'([^']*)' not found", str(error))
+            meant = self._meant(found[1]) if found else ""
+            raise ConfigError(f"'{raw}' refers to nothing{meant}") from error
+        except OmegaConfBaseException as error:
+            raise ConfigError(f"'{raw}': {_first_line(str(error))}") from error
+
+    def _meant(self, key: str) -> str:
+        """Keys beside the first part of `key` that is not there."""
+        from omegaconf import OmegaConf
+
+        parts = key.split(".")
+        if parts[0] == "each" and not self.config["each"]:
+            return " ('${each.AXIS}' is for stages with foreach)"
+        for at, part in enumerate(parts):
+            above = ".".join(parts[:at])
+            node = OmegaConf.select(self.config, above) if above else self.config
+            if not OmegaConf.is_dict(node):
+                break
+            if part not in node:
+                options = [str(name) for name in node if at or name != "each"]
+                return near_miss(part, options, f"keys of {above}" if above else "keys")
+        return ""
+
+
+def _axis_names(foreach: Any) -> list[str]:
+    """Of the short form or of the two long ones; what is malformed is told by `expand`."""
+    if not isinstance(foreach, dict):
+        return []
+    if foreach.keys() <= {"product", "zip"}:
+        return [str(axis) for form in foreach.values() if isinstance(form, dict) for axis in form]
+    return [str(axis) for axis in foreach]
+
+
+def _has_nested_each(text: str) -> bool:
+    depth = 0
+    for part in re.finditer(r"\$\{(each\.)?|\}", text):
+        if part[1] and depth:
+            return True
+        depth += -1 if part[0] == "}" else 1
+    return False
+
+
+# ---------------------------------------------------------------------------------------------- files
+
+
+def _missing_files(pipeline: Pipeline) -> Iterator[str]:
+    tasks = {name: task for stage in pipeline.stages.values() for name, task in stage.settings.tasks.items()}
+    for name, task in tasks.items():
+        for key in ("path", "eval_path") if isinstance(task, FileTask) else ():
+            given = getattr(task, key)
+            if given is not None and not (pipeline.folder / given).is_file():
+                yield f"tasks.{name}.{key}: no such file: {given}"
+    folders: dict[str, str] = {}
+    for stage in pipeline.stages.values():
+        for item in stage.inputs:
+            if item.kind == "path":
+                folders.setdefault(item.target, f"stages.{stage.name}.inputs.{item.role}")
+    for folder, key in folders.items():
+        if not (pipeline.folder / folder).is_dir():
+            yield f"{key}: no such folder: {folder}"
+        elif not (pipeline.folder / folder / "config.json").is_file():
+            yield f"{key}: {folder} is no model in Hugging Face format: it has no config.json"

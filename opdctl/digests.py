@@ -1,0 +1,38 @@
+"""What files from outside contain, remembered so that a plan need not read them again."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from opdctl.records import RECORD, read_json, sha256, write_json
+
+_MODEL_SUFFIXES = {".json", ".safetensors", ".txt", ".model", ".jinja"}
+
+
+class Digests:
+    """sha256 of files from outside, remembered by path, size and mtime so that a plan stays fast."""
+
+    def __init__(self, memory: Path) -> None:
+        self._memory = memory
+        self._known: dict[str, list[Any]] = read_json(memory) or {}
+        self._grown = False
+
+    def file(self, path: Path) -> str:
+        """Raises OSError where the file cannot be read."""
+        state = path.stat()
+        key = str(path.resolve())
+        known = self._known.get(key)
+        if known is None or known[:2] != [state.st_size, state.st_mtime_ns]:
+            known = self._known[key] = [state.st_size, state.st_mtime_ns, sha256(path)]
+            self._grown = True
+        return str(known[2])
+
+    def model(self, folder: Path) -> dict[str, str]:
+        """Of all files that make a model in Hugging Face format."""
+        names = sorted(path.name for path in folder.iterdir() if path.suffix in _MODEL_SUFFIXES)
+        return {name: self.file(folder / name) for name in names if name != RECORD}
+
+    def save(self) -> None:
+        """Only beside runs that exist: a plan makes no folder."""
+        if self._grown and self._memory.parent.is_dir() and os.access(self._memory.parent, os.W_OK):
+            write_json(self._memory, self._known)

@@ -1,0 +1,369 @@
+"""The declared pipeline: from a plain tree to stage instances that are checked, in order, and identifiable."""
+
+import copy
+import hashlib
+import heapq
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+from typing import Any
+
+from opdctl.checks import AnyStage, check_stage, route_columns, used_efforts
+from opdctl.errors import ConfigError
+from opdctl.references import Addresses, Input, Problem, Resolver, address, check_foreach, fan_out, near_miss, select
+from opdctl.settings import (
+    NAME_PATTERN,
+    EvalStage,
+    FileTask,
+    Foreach,
+    OpdStage,
+    PipelineSettings,
+    RlvrStage,
+    SftStage,
+)
+from opdctl.validation import REQUIRED, validate
+
+__all__ = ["Input", "InstanceOverride", "Pipeline", "Stage", "expand", "fingerprint", "identity", "marker", "select"]
+
+KINDS: Mapping[str, type[AnyStage]] = {"sft": SftStage, "rlvr": RlvrStage, "opd": OpdStage, "eval": EvalStage}
+Late = Callable[[Mapping[str, Any]], Any]  # a value that has to be looked up for each instance; raises ConfigError
+_MARKER = re.compile(r"\x00each\.([^\x00]+)\x00")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One instance of a stage, after the fan-out."""
+
+    name: str  # "sft", "max[domain=general]"; axes in the order of `foreach`
+    base: str
+    labels: Mapping[str, str]  # the fan-out's values, then `labels:`
+    settings: AnyStage  # with `tasks` and `efforts` of the pipeline filled in
+    inputs: tuple[Input, ...]
+    seed: int
+
+    def upstream(self) -> frozenset[str]:
+        """Names of the stages it reads."""
+        return frozenset(given.target for given in self.inputs if given.kind == "stage")
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    settings: PipelineSettings
+    stages: Mapping[str, Stage]  # each after all that it reads; else in the order of the file
+    resolved: Mapping[str, Any]  # the whole of it as plain data, stages by instance
+    source: str  # where it was read
+    folder: Path  # the workspace: relative paths in it start here
+
+
+@dataclass(frozen=True)
+class InstanceOverride:
+    """`stages.max[domain=general].config.train.lr=1e-3`"""
+
+    text: str
+    selector: str
+    path: tuple[str, ...]
+    value: Any
+    delete: bool = False
+
+
+@dataclass
+class _Draft:
+    """An instance on its way to a `Stage`."""
+
+    name: str
+    base: str
+    each: Mapping[str, Any]
+    tree: Any
+    settings: AnyStage | None = None
+    inputs: tuple[Input, ...] = ()
+
+    @property
+    def labels(self) -> dict[str, str]:
+        own = self.settings.labels if self.settings else {}
+        return {axis: str(value) for axis, value in self.each.items()} | own
+
+
+@dataclass
+class _Problems:
+    """Collected for the whole pipeline; what all instances of a stage share is told once."""
+
+    lines: dict[tuple[str, str], list[str]] = field(default_factory=dict)  # (base, text) -> instances; base "": as is
+
+    def add(self, text: str) -> None:
+        self.lines.setdefault(("", text), [])
+
+    def add_all(self, draft: _Draft, problems: Iterator[Problem] | Sequence[Problem]) -> None:
+        for key, text in problems:
+            line = f".{key}: {text}" if key else f": {text}"
+            self.lines.setdefault((draft.base, line), []).append(draft.name)
+
+    def raise_any(self, drafts: Sequence[_Draft]) -> None:
+        texts: list[str] = []
+        for (base, line), names in self.lines.items():
+            everyone = [draft.name for draft in drafts if draft.base == base] if base else []
+            owners = [base] if set(everyone) == set(names) else dict.fromkeys(names)
+            texts += [f"stages.{owner}{line}" for owner in owners] if base else [line]
+        if texts:
+            raise ConfigError(texts)
+
+
+def marker(axis: str) -> str:
+    """Stands for `${each.AXIS}` in a tree given to `expand`."""
+    return f"\0each.{axis}\0"
+
+
+def expand(
+    tree: Mapping[str, Any],
+    instance_overrides: Sequence[InstanceOverride] = (),
+    *,
+    source: str = "",
+    folder: Path = Path(),
+    problems: Sequence[str] = (),
+) -> Pipeline:
+    """A composed tree to a pipeline. Stages may hold `marker`s and `Late` values; `problems` are those known already.
+
+    Raises ConfigError with every problem of the whole pipeline.
+    """
+    found = _Problems()
+    for text in problems:
+        found.add(text)
+    top = {key: value for key, value in tree.items() if key != "stages"}
+    settings, defects = validate(PipelineSettings, top)
+    for key, text in defects:
+        found.add(f"{key}: {text}")
+    drafts = list(_instances(tree.get("stages"), settings, found))
+    addresses = Addresses(draft.name for draft in drafts)
+    _override(drafts, addresses, instance_overrides, found)
+    for draft in drafts:
+        draft.settings = _validated(draft, found)
+    if settings is not None:
+        _connect(drafts, addresses, settings, found)
+    found.raise_any(drafts)
+    assert settings is not None
+    stages = {draft.name: _stage(draft, settings) for draft in drafts}
+    ordered = {name: stages[name] for name in _order(stages)}
+    resolved = settings.model_dump(mode="json") | {"stages": {name: _plain(stage) for name, stage in ordered.items()}}
+    return Pipeline(settings, ordered, resolved, source, folder)
+
+
+# ---------------------------------------------------------------------------------------------- instances
+
+
+def _instances(stages: Any, settings: PipelineSettings | None, found: _Problems) -> Iterator[_Draft]:
+    if not isinstance(stages, dict) or not stages:
+        found.add("stages: required, and not set: a pipeline needs at least one stage")
+        return
+    for base, template in stages.items():
+        if not re.fullmatch(NAME_PATTERN, str(base)):
+            found.add(f"stages.{base}: '{base}' is no name: use letters, digits and _ . -")
+        elif not isinstance(template, dict):
+            found.add(f"stages.{base}: must be a mapping, not {template!r}")
+        else:
+            body = {key: value for key, value in template.items() if key != "foreach"}
+            for each in _combinations(base, template.get("foreach"), settings, found):
+                draft = _Draft(address(base, each), base, each, None)
+                defects: list[Problem] = []
+                draft.tree = _fill(body, each, "", defects)
+                found.add_all(draft, defects)
+                yield draft
+
+
+def _combinations(base: str, foreach: Any, settings: PipelineSettings | None, found: _Problems) -> list[dict[str, Any]]:
+    if foreach is None:
+        return [{}]
+    short = isinstance(foreach, dict) and not foreach.keys() <= {"product", "zip"}
+    axes, defects = validate(Foreach, {"product": foreach} if short else foreach)
+    if axes is not None:
+        defects += check_foreach(axes, settings.axes if settings else {})
+    else:
+        defects = [(f"foreach.{key.removeprefix('product.') if short else key}", text) for key, text in defects]
+    for key, text in defects:
+        found.add(f"stages.{base}.{key}: {text}")
+    return fan_out(axes) if axes is not None and not defects else []
+
+
+def _fill(node: Any, each: Mapping[str, Any], key: str, defects: list[Problem]) -> Any:
+    """A copy of the template with the instance's values in the place of markers."""
+    if isinstance(node, str):
+        if "\0" not in node:
+            return node
+        whole = _MARKER.fullmatch(node)
+        return each[whole[1]] if whole else _MARKER.sub(lambda found: str(each[found[1]]), node)
+    if isinstance(node, dict):
+        return {
+            name: _fill(value, each, f"{key}.{name}" if key else str(name), defects) for name, value in node.items()
+        }
+    if isinstance(node, list):
+        return [_fill(value, each, f"{key}.{at}", defects) for at, value in enumerate(node)]
+    if callable(node):
+        try:
+            return _fill(node(each), each, key, defects)
+        except ConfigError as error:
+            defects.append((key, str(error)))
+            return None
+    return node
+
+
+def _override(
+    drafts: Sequence[_Draft], addresses: Addresses, overrides: Sequence[InstanceOverride], found: _Problems
+) -> None:
+    by_name = {draft.name: draft for draft in drafts}
+    for override in overrides:
+        try:
+            names = addresses.select(override.selector)
+        except ConfigError as error:
+            found.add(f"override {override.text}: {error}")
+            continue
+        for name in names:
+            defects: list[Problem] = []
+            value = _fill(override.value, by_name[name].each, ".".join(override.path), defects)
+            found.add_all(by_name[name], defects)
+            if text := _set(by_name[name].tree, override, value):
+                found.add(f"override {override.text}: {text}")
+
+
+def _set(tree: Any, override: InstanceOverride, value: Any) -> str:
+    *folders, last = override.path
+    for at, part in enumerate(folders):
+        tree = tree.get(part) if override.delete else tree.setdefault(part, {})
+        if not isinstance(tree, dict):
+            return f"{'.'.join(override.path[: at + 1])} holds no keys"
+    if override.delete and last not in tree:
+        return f"there is no key '{'.'.join(override.path)}' to remove"
+    if override.delete:
+        del tree[last]
+    elif isinstance(tree.get(last), dict) and isinstance(value, dict):
+        tree[last] = tree[last] | copy.deepcopy(value)
+    else:
+        tree[last] = copy.deepcopy(value)
+    return ""
+
+
+def _validated(draft: _Draft, found: _Problems) -> AnyStage | None:
+    tree: dict[str, Any] = draft.tree
+    for name in ("tasks", "efforts"):
+        if name in tree:
+            found.add_all(
+                draft, [(name, "unknown key: tasks and efforts are defined once, at the top of the pipeline")]
+            )
+    kind = tree.get("kind")
+    if kind is None or kind == "???":
+        found.add_all(
+            draft, [("kind", f"{REQUIRED} ({', '.join(KINDS)}; or defaults: /stage@stages.{draft.base}: KIND)")]
+        )
+        return None
+    if kind not in KINDS:
+        found.add_all(draft, [("kind", f"'{kind}' is no kind of stage" + near_miss(kind, KINDS, "kinds"))])
+        return None
+    settings, defects = validate(KINDS[kind], tree)
+    if both := sorted(draft.each.keys() & (settings.labels.keys() if settings else set())):
+        defects.append((f"labels.{both[0]}", "is an axis of foreach, so it has a value already"))
+    found.add_all(draft, defects)
+    return settings
+
+
+# ---------------------------------------------------------------------------------------------- graph
+
+
+def _connect(drafts: Sequence[_Draft], addresses: Addresses, settings: PipelineSettings, found: _Problems) -> None:
+    resolver = Resolver(settings.model, addresses, {draft.name: draft.labels for draft in drafts})
+    for draft in drafts:
+        if draft.settings is None:
+            continue
+        columns = route_columns(draft.settings, settings)
+        draft.inputs, defects = resolver.resolve(draft.settings.kind, draft.settings.inputs, columns)
+        found.add_all(draft, defects)
+        if not defects and all(other.settings is not None for other in drafts):
+            found.add_all(draft, check_stage(draft.settings, draft.inputs, settings))
+    graph = {draft.name: {given.target for given in draft.inputs if given.kind == "stage"} for draft in drafts}
+    for name in [name for name, reads in graph.items() if name in reads]:
+        found.add(f"stages.{name}.inputs: the stage reads itself")
+        graph[name].discard(name)
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        found.add(f"stages: they read each other in a circle: {' <- '.join(reversed(error.args[1]))}")
+
+
+def _order(stages: Mapping[str, Stage]) -> Iterator[str]:
+    """Each stage after all that it reads; among those that could come next, the first of the file."""
+    number = {name: at for at, name in enumerate(stages)}
+    names = list(stages)
+    waits = {name: len(stage.upstream()) for name, stage in stages.items()}
+    children: dict[str, list[str]] = {name: [] for name in stages}
+    for name, stage in stages.items():
+        for parent in stage.upstream():
+            children[parent].append(name)
+    ready = [number[name] for name, count in waits.items() if count == 0]
+    heapq.heapify(ready)
+    while ready:
+        name = names[heapq.heappop(ready)]
+        yield name
+        for child in children[name]:
+            waits[child] -= 1
+            if waits[child] == 0:
+                heapq.heappush(ready, number[child])
+
+
+def _stage(draft: _Draft, settings: PipelineSettings) -> Stage:
+    assert draft.settings is not None
+    own = draft.settings
+    tasks = {name: settings.tasks[name] for name in dict.fromkeys(own.config.data.tasks)}
+    seed = own.seed if own.seed is not None else settings.seed
+    filled = own.model_copy(update={"tasks": tasks, "efforts": settings.efforts})
+    return Stage(draft.name, draft.base, draft.labels, filled, draft.inputs, seed)
+
+
+def _plain(stage: Stage) -> dict[str, Any]:
+    return stage.settings.model_dump(mode="json", exclude={"tasks", "efforts"}) | {"labels": dict(stage.labels)}
+
+
+# ---------------------------------------------------------------------------------------------- identity
+
+
+def identity(stage: Stage, inputs: Mapping[str, Any], data: Mapping[str, Any], revision: str) -> dict[str, Any]:
+    """All that the stage's result depends on, as plain data.
+
+    `inputs` has the identity of each input by its `ref`, `data` the digests of a file task by the task's name,
+    `revision` is the backend's. Paths, resources, names for display and save intervals are left out.
+    """
+    config = stage.settings.config.model_dump(mode="json")
+    config.get("train", {}).pop("save_every", None)
+    payload: dict[str, Any] = {
+        "kind": stage.settings.kind,
+        "backend": stage.settings.backend,
+        "revision": revision,
+        "seed": stage.seed,
+        "config": config,
+        "tasks": {name: _task_identity(name, task, data) for name, task in stage.settings.tasks.items()},
+        "inputs": _inputs_identity(stage, inputs),
+    }
+    if used_efforts(stage.settings) and stage.settings.efforts is not None:
+        efforts = stage.settings.efforts
+        payload["efforts"] = {"by": efforts.by, "levels": [list(level) for level in efforts.levels.items()]}
+    return payload
+
+
+def _task_identity(name: str, task: Any, data: Mapping[str, Any]) -> dict[str, Any]:
+    plain: dict[str, Any] = task.model_dump(mode="json")
+    if isinstance(task, FileTask):
+        plain = {key: value for key, value in plain.items() if key not in ("path", "eval_path")}
+        plain["data"] = data[name]
+    return plain
+
+
+def _inputs_identity(stage: Stage, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    roles: dict[str, list[Any]] = {}
+    for given in stage.inputs:
+        entry = {"model": inputs[given.ref]}
+        if given.role == "teachers":
+            entry |= {"route": dict(given.route), "weight": given.weight}
+        roles.setdefault(given.role, []).append(entry)
+    return dict(roles)
+
+
+def fingerprint(payload: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(payload, sort_keys=True).encode()).hexdigest()[:20]
