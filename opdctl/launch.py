@@ -1,0 +1,108 @@
+"""What a worker is given: references resolved to folders, settings to plain data."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
+
+from opdctl.backends import BACKENDS, embedded
+from opdctl.backends.contract import InputSpec, StageSpec
+from opdctl.errors import StageRefused
+from opdctl.pipeline import Input
+from opdctl.plan import Plan, PlannedStage
+from opdctl.settings import ChainTask, FileTask, NewModel
+from opdctl.store import Attempt, Parent
+
+
+class Launcher:
+    """For the stages of a plan that are going to run. Models from the Hugging Face hub are downloaded at once."""
+
+    def __init__(self, plan: Plan, items: Sequence[PlannedStage], report: Callable[[str], None]) -> None:
+        self._run, self._pipeline = plan.run, plan.pipeline
+        self._outside = _outside_models(items, plan.pipeline.folder, report)
+        kinds = {item.stage.settings.kind for item in items if BACKENDS[item.stage.settings.backend] is embedded}
+        self.preload = ["opdctl.worker", *(embedded.KINDS[kind] for kind in sorted(kinds))]  # what workers import
+
+    def backend(self, item: PlannedStage) -> str:
+        """Import path of the module that carries the stage out."""
+        return cast(ModuleType, BACKENDS[item.stage.settings.backend]).__name__
+
+    def check(self, item: PlannedStage) -> list[str]:
+        """What stops the stage from running here, a line each; folders of stages still to run do not exist yet."""
+        devices = range(item.stage.settings.resources.gpus)
+        return BACKENDS[item.stage.settings.backend].check(self.spec(item, devices, None))
+
+    def parents(self, item: PlannedStage) -> list[Parent]:
+        """With the record ids of those that this run has made."""
+        return [
+            replace(parent, record_id=self._record_id(given.target)) if given.kind == "stage" else parent
+            for parent, given in zip(item.parents, item.stage.inputs, strict=True)
+        ]
+
+    def spec(self, item: PlannedStage, devices: Sequence[int], attempt: Attempt | None) -> StageSpec:
+        """Without an attempt: to be checked only."""
+        stage, settings = self._run.stage(item.stage.name), item.stage.settings
+        model = self._pipeline.settings.model
+        return StageSpec(
+            stage=item.stage.name,
+            kind=settings.kind,
+            backend=settings.backend,
+            seed=item.stage.seed,
+            config=settings.config.model_dump(mode="json"),
+            tasks={name: _task_data(task, self._pipeline.folder) for name, task in settings.tasks.items()},
+            efforts=settings.efforts.model_dump(mode="json") if settings.efforts else None,
+            resources=settings.resources.model_dump(mode="json"),
+            devices=list(devices),
+            inputs=[
+                InputSpec(given.role, given.label, self._folder(given), dict(given.route), given.weight)
+                for given in item.stage.inputs
+            ],
+            new_model=model.model_dump(mode="json") if isinstance(model, NewModel) else None,
+            state=str(stage.state),
+            output=str(attempt.output) if attempt else "",
+            events=str(attempt.events) if attempt else "",
+            result=str(stage.result),
+        )
+
+    def _folder(self, given: Input) -> str:
+        if given.kind == "stage":
+            return str(self._run.stage(given.target).checkpoint)
+        return self._outside.get(given.ref, "")
+
+    def _record_id(self, stage: str) -> str:
+        if (record := self._run.stage(stage).record()) is None:
+            raise StageRefused(f"the checkpoint of stage '{stage}' is gone: {self._run.stage(stage).damage()}")
+        return record.id
+
+
+def _outside_models(items: Iterable[PlannedStage], folder: Path, report: Callable[[str], None]) -> dict[str, str]:
+    """Reference -> folder, of models that no stage makes."""
+    found: dict[str, str] = {}
+    for given in (given for item in items for given in item.stage.inputs):
+        if given.kind == "path":
+            found[given.ref] = str((folder / given.target).resolve())
+        elif given.kind == "hf" and given.ref not in found:
+            report(f"fetching {given.ref}")
+            found[given.ref] = _download(given.target)
+    return found
+
+
+def _download(target: str) -> str:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    repo, _, revision = target.partition("@")
+    try:
+        return str(snapshot_download(repo, revision=revision))
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        raise StageRefused(
+            f"hf:{target} cannot be fetched: {error}",
+            hint="see that the repository and the revision exist, that HF_TOKEN may read it, and that you are online",
+        ) from error
+
+
+def _task_data(task: ChainTask | FileTask, folder: Path) -> dict[str, Any]:
+    """A task's settings with absolute paths."""
+    plain: dict[str, Any] = task.model_dump(mode="json")
+    return plain | {key: str((folder / plain[key]).resolve()) for key in ("path", "eval_path") if plain.get(key)}

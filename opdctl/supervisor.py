@@ -1,0 +1,252 @@
+"""Worker processes: started by forking a server that has the heavy imports done, watched, stopped, never left behind.
+
+A stage of a small recipe takes two seconds and `import torch` four. The server (`multiprocessing`'s) imports once;
+a stage then starts in about 0.03 s, as a process group of its own.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from multiprocessing import connection, reduction
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+from opdctl.backends.contract import EXIT_STOPPED, Event, StageResult
+from opdctl.backends.events import EventTail
+from opdctl.errors import StageFailed
+from opdctl.records import read_json
+from opdctl.store import Attempt, StageDir
+
+# Threads: the server makes none of its own (it forks), and waiting ones sleep instead of burning the cores that other
+# stages compute on. A worker raises the number to its stage's `resources.cpus`.
+SERVER_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "GOMP_SPINCOUNT": "0",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+EXIT_FAILED = 1  # an OpdctlError, told in `error_file`
+EXIT_BUG = 3  # any other exception; its traceback is in the log
+SERVER_LOST = 255  # multiprocessing's exit code where the server that would have reported it is gone
+
+RUN_AGAIN = "run again to go on from the last saved step"
+WEIGHTS = ("config.json", "*.safetensors")
+OWED = {"sft": WEIGHTS, "rlvr": WEIGHTS, "opd": WEIGHTS, "eval": ("report.json",)}  # kind -> what it has to publish
+
+
+class SharedFd:
+    """A descriptor that goes along to a worker when it is started (`fd` is then the worker's own number)."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _receive_fd, (reduction.DupFd(self.fd),)
+
+
+def _receive_fd(handle: Any) -> SharedFd:
+    return SharedFd(handle.detach())
+
+
+def _work(backend: str, spec: str, attempt: Attempt, lock: SharedFd) -> None:
+    import_module("opdctl.worker").main(backend, spec, attempt, lock.fd)  # a program of its own, above this layer
+
+
+@dataclass
+class Worker:
+    """A running stage."""
+
+    stage: str
+    attempt: Attempt
+    process: ForkServerProcess
+    pidfd: int  # readable once the process has ended, whoever its parent is
+    tail: EventTail
+    started: float = field(default_factory=time.time)
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
+    def send(self, number: signal.Signals) -> None:
+        if self.pidfd >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.pidfd, number)
+
+    def events(self) -> list[Event]:
+        return self.tail.read()
+
+    def exit_code(self) -> int | None:
+        """Of an ended worker; negative: the signal that killed it; None: unknown, the fork server was killed."""
+        self.process.join(timeout=5)
+        code = self.process.exitcode
+        return None if code == SERVER_LOST else code
+
+
+class Supervisor:
+    """All workers of one `execute`. Use as a context manager: on exit nothing of theirs is left running."""
+
+    def __init__(self, lock: int, preload: Sequence[str] = ()) -> None:
+        self._lock = SharedFd(lock)
+        self._context: ForkServerContext = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(list(preload))
+        self.workers: dict[str, Worker] = {}
+
+    def __enter__(self) -> "Supervisor":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.kill()
+        while self.workers:
+            self.wait(timeout_s=0.1)
+
+    def start(self, stage: str, backend: str, spec: str, attempt: Attempt) -> None:
+        process = self._context.Process(target=_work, args=(backend, spec, attempt, self._lock), name=stage)
+        with _environment(SERVER_ENVIRONMENT), _no_main_module():
+            try:
+                process.start()
+            except (EOFError, OSError) as error:
+                raise StageFailed(
+                    f"stage '{stage}': no worker process could be started ({type(error).__name__}: {error})",
+                    hint="a traceback above says why the fork server ended; else look at free memory and processes",
+                ) from error
+        assert process.pid is not None
+        self.workers[stage] = Worker(stage, attempt, process, _pidfd(process.pid), EventTail(attempt.events))
+
+    def wait(self, timeout_s: float) -> list[Worker]:
+        """Workers that ended, after at most `timeout_s`; what was left of their process groups is killed."""
+        by_fd = {worker.pidfd: worker for worker in self.workers.values() if worker.pidfd >= 0}
+        gone = [worker for worker in self.workers.values() if worker.pidfd < 0]
+        ready = connection.wait(list(by_fd), timeout=0 if gone else timeout_s)
+        ended = gone + [by_fd[fd] for fd in ready if isinstance(fd, int)]
+        for worker in ended:
+            self._forget(worker)
+        return ended
+
+    def stop(self) -> None:
+        """Ask every worker to save its state and end."""
+        for worker in self.workers.values():
+            worker.send(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End every worker now; `wait` still has to be told of it."""
+        for worker in self.workers.values():
+            worker.send(signal.SIGKILL)  # it may not lead its group yet
+            _kill_group(worker.pid)
+
+    def _forget(self, worker: Worker) -> None:
+        _kill_group(worker.pid)
+        if worker.pidfd >= 0:
+            os.close(worker.pidfd)
+        del self.workers[worker.stage]
+
+
+def judge(stage: StageDir, worker: Worker, *, kind: str, target: int) -> StageResult | None:
+    """What an ended worker achieved; None if it stopped on request.
+
+    Exit code 0 is not enough: the result must be there, reach `target` steps, and the output hold what `kind` owes.
+    Raises StageFailed saying what is missing.
+    """
+    code = worker.exit_code()
+    attempt = worker.attempt
+    if code == EXIT_STOPPED:
+        return None
+    given = read_json(stage.result)
+    if code is None and given is None:
+        raise StageFailed("its end was not seen, the process that forks workers was killed", hint=RUN_AGAIN)
+    if code:
+        raise _failure(code, attempt)
+    if not isinstance(given, dict):
+        raise StageFailed("it ended with exit code 0 but left no result", hint=f"the log says more: {attempt.log}")
+    result = StageResult(**given)
+    if result.step < target:
+        what = "models scored" if kind == "eval" else "steps"
+        raise StageFailed(
+            f"it ended with exit code 0 after {result.step} of {target} {what}",
+            hint=f"the log says more: {attempt.log}",
+        )
+    if missing := [pattern for pattern in OWED[kind] if not any(attempt.output.glob(pattern))]:
+        raise StageFailed(
+            f"it ended with exit code 0 but published no {' and no '.join(missing)}",
+            hint=f"look into {attempt.output}, and into the log: {attempt.log}",
+        )
+    return result
+
+
+def _failure(code: int, attempt: Attempt) -> StageFailed:
+    if code < 0:
+        name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+        if -code == signal.SIGKILL:
+            hint = "most likely the machine ran out of memory: lower resources.micro_batch_tokens; " + RUN_AGAIN
+        else:
+            hint = f"the log says more: {attempt.log}"
+        return StageFailed(f"its worker was killed by {name}", hint=hint)
+    error = read_json(error_file(attempt))
+    if code == EXIT_FAILED and isinstance(error, dict):
+        return StageFailed(error["message"], hint=error["hint"])
+    if code == EXIT_BUG:
+        return StageFailed(log_tail(attempt, 1) or "an unexpected error", hint=f"the traceback is in {attempt.log}")
+    return StageFailed(f"its worker ended with exit code {code}", hint=f"the log says more: {attempt.log}")
+
+
+def log_tail(attempt: Attempt, lines: int = 20) -> str:
+    """The last lines of the log; empty where there is none."""
+    try:
+        with attempt.log.open("rb") as stream:
+            stream.seek(max(0, attempt.log.stat().st_size - 65_536))
+            text = stream.read().decode(errors="replace")
+    except FileNotFoundError:
+        return ""
+    return "\n".join(text.rstrip().splitlines()[-lines:])
+
+
+def error_file(attempt: Attempt) -> Path:
+    """{"message", "hint"} of the OpdctlError that a worker ended with."""
+    return attempt.path / "error.json"
+
+
+def _kill_group(pid: int) -> None:
+    """A worker leads a group with its own number."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _pidfd(pid: int) -> int:
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:  # ended, and collected, already
+        return -1
+
+
+@contextlib.contextmanager
+def _environment(changes: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _no_main_module() -> Iterator[None]:
+    """`multiprocessing` runs the main script again in every child. Workers need nothing of it."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main

@@ -1,0 +1,125 @@
+"""What there is to track, on disk beside each attempt, so that it can be told to MLflow at any later time.
+
+A curve is one training of a stage: the attempts that carried it on, one MLflow run. An attempt with other settings,
+other parents, or after the stage was published begins another curve.
+"""
+
+import time
+import uuid
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from opdctl.records import Parent, read_json
+from opdctl.store import Attempt, Record, StageDir, write_json
+
+Status = Literal["FINISHED", "FAILED", "KILLED"]
+
+
+@dataclass(frozen=True)
+class Published:
+    """The checkpoint that a curve ended with."""
+
+    record_id: str
+    step: int
+    metrics: Mapping[str, float]
+    folder: str
+    digests: Mapping[str, str]  # file -> sha256
+
+
+@dataclass(frozen=True)
+class Ending:
+    status: Status
+    time: float  # seconds since the epoch
+    message: str = ""  # why it failed
+    published: Published | None = None
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One attempt. Without `ended` it is running."""
+
+    stage: str
+    kind: str
+    labels: Mapping[str, str]
+    fingerprint: str
+    parents: list[Parent]
+    settings: Mapping[str, Any]  # the stage's, as plain data
+    data: Mapping[str, str]  # task -> digest of its definition
+    attempt: int
+    started: float  # seconds since the epoch
+    curve: str = field(default_factory=lambda: uuid.uuid4().hex)
+    ended: Ending | None = None
+
+
+def begin(stage: StageDir, attempt: Attempt, entry: Entry, *, resumed: bool) -> None:
+    """Note that the attempt starts; it carries on the curve before it where nothing but time lies between them."""
+    earlier = entries(stage)
+    if earlier:
+        last = earlier[-1][1]
+        finished = last.ended is not None and last.ended.status == "FINISHED"
+        same = (last.fingerprint, last.parents) == (entry.fingerprint, entry.parents)
+        if not finished and (resumed or same):
+            entry = replace(entry, curve=last.curve)
+    write_json(_file(attempt), asdict(entry))
+
+
+def end(attempt: Attempt, ending: Ending) -> None:
+    if (entry := _read(attempt)) is not None:
+        write_json(_file(attempt), asdict(replace(entry, ended=ending)))
+
+
+def end_dead(stage: StageDir) -> None:
+    """Under the run's lock, before anything starts: attempts without an end are those of a dead orchestrator."""
+    for attempt, entry in entries(stage):
+        if entry.ended is not None:
+            continue
+        record = stage.record()
+        if record is not None and datetime.fromisoformat(record.created).timestamp() >= entry.started:
+            end(
+                attempt,
+                Ending("FINISHED", datetime.fromisoformat(record.created).timestamp(), "", published(stage, record)),
+            )
+        else:
+            seen = attempt.events if attempt.events.exists() else _file(attempt)
+            end(attempt, Ending("KILLED", seen.stat().st_mtime, "the orchestrator ended before the stage did"))
+
+
+def published(stage: StageDir, record: Record) -> Published:
+    digests = {name: str(listed["sha256"]) for name, listed in record.files.items()}
+    return Published(record.id, record.step, record.metrics, str(stage.checkpoint), digests)
+
+
+def entries(stage: StageDir) -> list[tuple[Attempt, Entry]]:
+    """Oldest first; attempts that were not tracked are left out."""
+    found = ((attempt, _read(attempt)) for attempt in stage.attempts())
+    return [(attempt, entry) for attempt, entry in found if entry is not None]
+
+
+def curves(stage: StageDir) -> Iterable[list[tuple[Attempt, Entry]]]:
+    """The attempts of each curve, oldest first."""
+    by_curve: dict[str, list[tuple[Attempt, Entry]]] = {}
+    for attempt, entry in entries(stage):
+        by_curve.setdefault(entry.curve, []).append((attempt, entry))
+    return by_curve.values()
+
+
+def now() -> float:
+    return time.time()
+
+
+def _file(attempt: Attempt) -> Path:
+    return attempt.path / "tracking.json"
+
+
+def _read(attempt: Attempt) -> Entry | None:
+    data = read_json(_file(attempt))
+    if not isinstance(data, dict):
+        return None
+    ended = data["ended"]
+    if ended is not None:
+        ending = ended | {"published": Published(**ended["published"]) if ended["published"] else None}
+        data["ended"] = Ending(**ending)
+    return Entry(**(data | {"parents": [Parent(**parent) for parent in data["parents"]]}))

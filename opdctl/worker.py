@@ -1,0 +1,110 @@
+"""The child process: carries out one stage from spec.json and leaves result.json.
+
+Exit codes: 0 done, 1 an error that the user can act on (error.json says which), 3 a bug (traceback in the log),
+75 stopped on request with its state saved.
+"""
+
+import faulthandler
+import json
+import os
+import select
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import asdict
+from importlib import import_module
+from io import TextIOWrapper
+from multiprocessing import parent_process
+from pathlib import Path
+from types import FrameType
+from typing import cast
+
+from opdctl.backends.contract import EXIT_STOPPED, Backend, Event, InputSpec, StageSpec, Stopped
+from opdctl.backends.events import EventWriter
+from opdctl.errors import OpdctlError, StageFailed
+from opdctl.store import Attempt, write_json
+from opdctl.supervisor import EXIT_BUG, EXIT_FAILED, error_file
+
+
+class WorkerControl:
+    """Events go to the stage's file; a stop is asked for by SIGTERM, or by the orchestrator's death."""
+
+    def __init__(self, events: Path) -> None:
+        self._events = EventWriter(events)
+        self._stop = False
+        self._orchestrator = select.poll()
+        if (parent := parent_process()) is not None:
+            self._orchestrator.register(parent.sentinel, select.POLLIN)
+
+    def stop(self, number: int, frame: FrameType | None) -> None:
+        """The handler of SIGTERM."""
+        self._stop = True
+
+    def stop_requested(self) -> bool:
+        return self._stop or bool(self._orchestrator.poll(0))
+
+    def emit(self, step: int, total: int, metrics: Mapping[str, float], phase: str = "train") -> None:
+        try:
+            self._events.write(Event(step, total, metrics, phase, time.time()))
+        except OSError as error:
+            raise StageFailed(f"step {step} could not be reported: {error}", hint="free some space there") from error
+
+
+def main(backend: str, spec_path: str, attempt: Attempt, lock: int) -> None:
+    """Never returns. `backend` is a module's import path; `lock`, the run lock's descriptor, is held to the end."""
+    os.setsid()
+    attempt.note_worker(os.getpid())
+    _redirect(attempt.log)
+    sys.exit(_carry_out(backend, Path(spec_path), attempt))
+
+
+def _carry_out(backend: str, spec_path: Path, attempt: Attempt) -> int:
+    try:
+        spec = read_spec(spec_path)
+        control = WorkerControl(Path(spec.events))
+        signal.signal(signal.SIGTERM, control.stop)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the orchestrator's to act on
+        _limit(spec)
+        result = cast(Backend, import_module(backend)).run(spec, control)
+        write_json(Path(spec.result), asdict(result))
+    except Stopped:
+        return EXIT_STOPPED
+    except OpdctlError as error:
+        traceback.print_exc()
+        write_json(error_file(attempt), {"message": str(error), "hint": error.hint})
+        return EXIT_FAILED
+    except Exception:
+        traceback.print_exc()
+        return EXIT_BUG
+    return 0
+
+
+def read_spec(path: Path) -> StageSpec:
+    given = json.loads(path.read_text())
+    return StageSpec(**{**given, "inputs": [InputSpec(**item) for item in given["inputs"]]})
+
+
+def _redirect(log: Path) -> None:
+    """All that this process, its libraries and its children print goes to the log."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)
+    for stream in (sys.stdout, sys.stderr):
+        cast(TextIOWrapper, stream).reconfigure(line_buffering=True, errors="backslashreplace")
+    faulthandler.enable()
+
+
+def _limit(spec: StageSpec) -> None:
+    """The stage's share of the machine: leased GPUs only, `resources.cpus` threads."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    named = [visible[i] if i < len(visible) and visible[i] else str(i) for i in spec.devices]
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(named)
+    cpus = int(spec.resources["cpus"])
+    os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(cpus)  # for libraries still to be loaded
+    if (torch := sys.modules.get("torch")) is not None:  # loaded before the fork, limited to one thread
+        torch.set_num_threads(cpus)
