@@ -28,7 +28,9 @@ class FusionTable:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         first = self.tables[0]
         wide = options.max_width >= WIDE
-        table = _grid(["cell", "before", "teacher", *(_heading(part["model"]) for part in self.tables)])
+        table = _grid(
+            ["cell", "before", "teacher", *(_heading(part["model"]) for part in self.tables)], 2 if wide else 1
+        )
         for rows in zip(*([*part["rows"], part["mean"]] for part in self.tables), strict=True):
             cells = [_percent(rows[0]["before"]["value"]), _percent(rows[0]["teacher"]["value"])]
             style = "bold" if rows[0] is first["mean"] else ""
@@ -37,15 +39,15 @@ class FusionTable:
         if any(score is not None for score in scores):
             table.add_row("normalised score", "0", "1", *("" if score is None else f"{score:.3f}" for score in scores))
         interval = f"{first['confidence'] * 100:g} % interval"
-        spread = f"after - teacher with its {interval}" if wide else f"after - teacher ± wider side of its {interval}"
+        spread = f"after - teacher with its {interval}" if wide else f"after - teacher ± wider side of {interval}"
         yield Text.assemble((f"{TITLES[first['metric']]}, %", "bold"), (f"   {spread}", "dim"))
         yield table
 
 
-def _grid(titles: Sequence[str]) -> Table:
-    table = Table.grid(padding=(0, 2))
+def _grid(titles: Sequence[str], gap: int = 2) -> Table:
+    table = Table.grid(padding=(0, gap))
     for at in range(len(titles)):
-        table.add_column(justify="right" if at else "left", no_wrap=True, vertical="bottom")
+        table.add_column(justify="right" if at else "left", no_wrap=at > 0, overflow="fold", vertical="bottom")
     table.add_row(*(Text(title, style="bold") for title in titles))
     return table
 

@@ -47,7 +47,7 @@ def _line(node: Node, role: str) -> Text:
             duration(node.seconds) if node.seconds else "",
         )
     )
-    line = Text.assemble((f"{role} " if role else "", "cyan"), (node.title, "bold"), (f"  {facts}" if facts else ""))
+    line = Text.assemble((f"{role}: " if role else "", "cyan"), (node.title, "bold"), f"  {facts}" if facts else "")
     if node.note:
         line.append(f"  {node.note}", style="yellow")
     return line

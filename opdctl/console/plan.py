@@ -1,10 +1,10 @@
 """A plan as a tree of stages: decision, reason and resources of each, the losses of the RL and OPD stages."""
 
 from collections.abc import Iterable, Sequence
-from itertools import groupby
 from typing import Any
 
 from rich.console import Group, RenderableType
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -30,8 +30,11 @@ def plan_view(plan: Plan) -> RenderableType:
     table.add_column(no_wrap=True, style="dim")
     table.add_column(overflow="fold")
     table.add_row(*(Text(title, style="bold") for title in ("stage", "plan", "steps", "takes", "why")))
-    for base, instances in groupby(plan.stages, key=lambda item: item.stage.base):
-        _add_group(table, base, list(instances))
+    groups: dict[str, list[PlannedStage]] = {}
+    for item in plan.stages:
+        groups.setdefault(item.stage.base, []).append(item)
+    for base, instances in groups.items():
+        _add_group(table, base, instances)
     heading = Text.assemble((plan.pipeline.settings.name, "bold"), f", run {plan.run.name}: ", summary(plan.stages))
     return Group(heading, "", table, *_formulas(plan.stages))
 
@@ -99,24 +102,32 @@ def _cells(item: PlannedStage) -> tuple[RenderableType, ...]:
 
 
 def _formulas(stages: Iterable[PlannedStage]) -> list[RenderableType]:
-    """A line a formula, once for all the stages that share it."""
-    users: dict[str, list[str]] = {}
+    """Each loss once, with the stages that minimise it; further lines of the formula by stage where they differ."""
+    everyone = [item.stage.name for item in stages]
+    losses: dict[str, dict[str, list[str]]] = {}  # first line -> further lines -> stages
     for item in stages:
         if item.formula:
-            users.setdefault(item.formula, []).append(item.stage.name)
-    everyone = [item.stage.name for item in stages]
+            first, _, more = item.formula.partition("\n")
+            losses.setdefault(first, {}).setdefault(more, []).append(item.stage.name)
     lines: list[RenderableType] = []
-    for formula, names in users.items():
-        title = join(_by_base(names, everyone))
-        lines += ["", Text.assemble((title, "bold"), "\n  ", formula.replace("\n", "\n  "))]
+    for first, further in losses.items():
+        users = [name for names in further.values() for name in names]
+        lines += ["", Text(join(_by_base(users, everyone)), style="bold"), _indented(f"loss: {first}")]
+        for more, names in further.items():
+            owner = f"{join(_by_base(names, everyone))}: " if len(further) > 1 else ""
+            lines += [_indented(owner + line) for line in more.splitlines()]
     return lines
+
+
+def _indented(text: str) -> RenderableType:
+    return Padding(Text(text), (0, 0, 0, 2))
 
 
 def _by_base(names: Sequence[str], everyone: Sequence[str]) -> list[str]:
     """`max`, `high` where all instances are meant, full names where only some are."""
     titles: list[str] = []
-    for base, group in groupby(names, key=lambda name: name.partition("[")[0]):
-        listed = list(group)
+    for base in dict.fromkeys(name.partition("[")[0] for name in names):
+        listed = [name for name in names if name.partition("[")[0] == base]
         whole = len(listed) == sum(name.partition("[")[0] == base for name in everyone)
         titles += [base] if whole else listed
     return titles
