@@ -14,6 +14,7 @@ from opdctl.errors import ConfigError
 from opdctl.pipeline import InstanceOverride, Late, Pipeline, expand, marker
 from opdctl.references import near_miss
 from opdctl.settings import FileTask
+from opdctl.validation import BROKEN
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig, ListConfig
@@ -91,11 +92,23 @@ def _compose(file: Path, confs: Sequence[Path], overrides: Sequence[str]) -> "Di
         with initialize_config_dir(config_dir=str(file.parent), version_base="1.3"):
             return compose(file.name, overrides=[f"hydra.searchpath=[{search}]", *overrides])
     except OverrideParseException as error:
-        raise ConfigError(f"override {error.override}: {_first_line(error.message)}", hint=_GRAMMAR) from error
+        raise _override_problem(error.override, error.message) from error
     except YAMLError as error:
         raise ConfigError(_yaml_problem(error)) from error
     except (HydraException, OmegaConfBaseException) as error:
+        absent = re.search(r"Could not override '([^']*)'.*?Key '([^']*)' is not in struct", str(error), re.DOTALL)
+        if absent:
+            values = [text for text in overrides if "." not in text.partition("=")[0]]
+            meant = _meant(_compose(file, confs, values), absent[1])
+            key = absent[1] if meant else f"{absent[1]}.{absent[2]}"
+            hint = f"to add it nevertheless: +{key}=VALUE"
+            raise ConfigError(f"{key}: there is no such key{meant}", hint=hint) from error
         raise _composition_problem(error, file) from error
+
+
+def _override_problem(text: str, told: str) -> ConfigError:
+    lines = [line.strip() for line in told.splitlines() if line.strip()]
+    return ConfigError(f"override {text.removeprefix('++')}: {': '.join(lines[-2:])}", hint=_GRAMMAR)
 
 
 _GRAMMAR = "write KEY=VALUE; quote values with blanks or commas: KEY='\"a, b\"'. Hydra's grammar of overrides applies"
@@ -116,6 +129,8 @@ def _yaml_problem(error: Exception) -> str:
 def _composition_problem(error: Exception, file: Path) -> ConfigError:
     """Hydra tells over several lines, with the folders that it searched, what fits in one."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if several := re.search(r"Ambiguous value for argument '(?:\+\+)?([^']*)'", str(error)):
+        return ConfigError(f"override {several[1]}: is several values; for a list write [a, b]")
     missing = getattr(error, "missing_cfg_file", None)
     if missing is not None:
         options = list(getattr(error, "options", None) or [])
@@ -134,7 +149,7 @@ def _first_line(text: str) -> str:
 
 def _unknown_stages(config: "DictConfig", overrides: Sequence[str]) -> list[str]:
     """An override that makes a stage up is a misspelt name."""
-    from omegaconf import OmegaConf
+    from omegaconf import OmegaConf, open_dict
 
     problems: list[str] = []
     stages = OmegaConf.to_container(config.get("stages") or OmegaConf.create({}), resolve=False)
@@ -145,8 +160,8 @@ def _unknown_stages(config: "DictConfig", overrides: Sequence[str]) -> list[str]
         parts = found["key"].split(".") if found else []
         if parts[:1] == ["stages"] and len(parts) > 2 and "[" not in parts[1] and parts[1] not in real:
             problems.append(f"override {text}: no stage is called '{parts[1]}'" + near_miss(parts[1], real, "stages"))
-            if parts[1] in stages:
-                del config.stages[parts[1]]
+            with open_dict(config):
+                config.stages.pop(parts[1], None)
     return problems
 
 
@@ -189,9 +204,9 @@ class _Resolution:
         if not rest.startswith("."):
             raise ConfigError(f"override {text}: names no key; write stages.{selector}.KEY=VALUE")
         try:
-            parsed = OverridesParser.create().parse_override(f"{found['sign'] or ''}{rest[1:]}")
+            parsed = OverridesParser.create().parse_overrides([f"{found['sign'] or ''}{rest[1:]}"])[0]
         except OverrideParseException as error:
-            raise ConfigError(f"override {text}: {_first_line(error.message)}", hint=_GRAMMAR) from error
+            raise _override_problem(text, error.message) from error
         if parsed.is_sweep_override():
             raise ConfigError(f"override {text}: is several values; for a list write [a, b]")
         path = tuple(parsed.key_or_group.split("."))
@@ -233,7 +248,7 @@ class _Resolution:
             if axes:  # by way of another key it may depend on the instance
                 return self._late(parent, name, raw)
             self.problems.append(f"{key}: {error}")
-            return None
+            return BROKEN
 
     def _late(self, parent: "DictConfig | ListConfig", name: Any, raw: str) -> Late:
         known: dict[tuple[Any, ...], Any] = {}
@@ -268,34 +283,35 @@ class _Resolution:
             raise ConfigError(f"'{raw}' refers to {missing}, which is required, and not set") from error
         except InterpolationKeyError as error:
             found = re.search(r"'([^']*)' not found", str(error))
-            meant = self._meant(found[1]) if found else ""
+            meant = _meant(self.config, found[1]) if found else ""
             raise ConfigError(f"'{raw}' refers to nothing{meant}") from error
         except OmegaConfBaseException as error:
             raise ConfigError(f"'{raw}': {_first_line(str(error))}") from error
 
-    def _meant(self, key: str) -> str:
-        """Keys beside the first part of `key` that is not there."""
-        from omegaconf import OmegaConf
 
-        parts = key.split(".")
-        if parts[0] == "each" and not self.config["each"]:
-            return " ('${each.AXIS}' is for stages with foreach)"
-        for at, part in enumerate(parts):
-            above = ".".join(parts[:at])
-            node = OmegaConf.select(self.config, above) if above else self.config
-            if not OmegaConf.is_dict(node):
-                break
-            if part not in node:
-                options = [str(name) for name in node if at or name != "each"]
-                return near_miss(part, options, f"keys of {above}" if above else "keys")
-        return ""
+def _meant(config: "DictConfig", key: str) -> str:
+    """Keys beside the first part of `key` that is not there."""
+    from omegaconf import OmegaConf
+
+    parts = key.split(".")
+    if parts[0] == "each" and not config.get("each"):
+        return " ('${each.AXIS}' is for stages with foreach)"
+    for at, part in enumerate(parts):
+        above = ".".join(parts[:at])
+        node = OmegaConf.select(config, above) if above else config
+        if not OmegaConf.is_dict(node):
+            break
+        if part not in node:
+            options = [str(name) for name in node if at or name != "each"]
+            return near_miss(part, options, f"keys of {above}" if above else "keys")
+    return ""
 
 
 def _axis_names(foreach: Any) -> list[str]:
     """Of the short form or of the two long ones; what is malformed is told by `expand`."""
     if not isinstance(foreach, dict):
         return []
-    if foreach.keys() <= {"product", "zip"}:
+    if foreach.keys() & {"product", "zip"}:
         return [str(axis) for form in foreach.values() if isinstance(form, dict) for axis in form]
     return [str(axis) for axis in foreach]
 

@@ -24,7 +24,7 @@ from opdctl.settings import (
     RlvrStage,
     SftStage,
 )
-from opdctl.validation import REQUIRED, validate
+from opdctl.validation import BROKEN, REQUIRED, validate
 
 __all__ = ["Input", "InstanceOverride", "Pipeline", "Stage", "expand", "fingerprint", "identity", "marker", "select"]
 
@@ -91,6 +91,7 @@ class _Problems:
     """Collected for the whole pipeline; what all instances of a stage share is told once."""
 
     lines: dict[tuple[str, str], list[str]] = field(default_factory=dict)  # (base, text) -> instances; base "": as is
+    unknown: set[str] = field(default_factory=set)  # stages whose instances cannot be told
 
     def add(self, text: str) -> None:
         self.lines.setdefault(("", text), [])
@@ -161,6 +162,7 @@ def _instances(stages: Any, settings: PipelineSettings | None, found: _Problems)
             found.add(f"stages.{base}: '{base}' is no name: use letters, digits and _ . -")
         elif not isinstance(template, dict):
             found.add(f"stages.{base}: must be a mapping, not {template!r}")
+            found.unknown.add(str(base))
         else:
             body = {key: value for key, value in template.items() if key != "foreach"}
             for each in _combinations(base, template.get("foreach"), settings, found):
@@ -174,7 +176,7 @@ def _instances(stages: Any, settings: PipelineSettings | None, found: _Problems)
 def _combinations(base: str, foreach: Any, settings: PipelineSettings | None, found: _Problems) -> list[dict[str, Any]]:
     if foreach is None:
         return [{}]
-    short = isinstance(foreach, dict) and not foreach.keys() <= {"product", "zip"}
+    short = isinstance(foreach, dict) and not foreach.keys() & {"product", "zip"}
     axes, defects = validate(Foreach, {"product": foreach} if short else foreach)
     if axes is not None:
         defects += check_foreach(axes, settings.axes if settings else {})
@@ -182,6 +184,7 @@ def _combinations(base: str, foreach: Any, settings: PipelineSettings | None, fo
         defects = [(f"foreach.{key.removeprefix('product.') if short else key}", text) for key, text in defects]
     for key, text in defects:
         found.add(f"stages.{base}.{key}: {text}")
+        found.unknown.add(base)
     return fan_out(axes) if axes is not None and not defects else []
 
 
@@ -203,7 +206,7 @@ def _fill(node: Any, each: Mapping[str, Any], key: str, defects: list[Problem]) 
             return _fill(node(each), each, key, defects)
         except ConfigError as error:
             defects.append((key, str(error)))
-            return None
+            return BROKEN
     return node
 
 
@@ -212,6 +215,8 @@ def _override(
 ) -> None:
     by_name = {draft.name: draft for draft in drafts}
     for override in overrides:
+        if override.selector.partition("[")[0] in found.unknown:
+            continue
         try:
             names = addresses.select(override.selector)
         except ConfigError as error:
@@ -269,14 +274,16 @@ def _validated(draft: _Draft, found: _Problems) -> AnyStage | None:
 
 
 def _connect(drafts: Sequence[_Draft], addresses: Addresses, settings: PipelineSettings, found: _Problems) -> None:
-    resolver = Resolver(settings.model, addresses, {draft.name: draft.labels for draft in drafts})
+    labels = {draft.name: draft.labels for draft in drafts}
+    resolver = Resolver(settings.model, addresses, labels, frozenset(found.unknown))
+    invalid = {draft.name for draft in drafts if draft.settings is None}
     for draft in drafts:
         if draft.settings is None:
             continue
         columns = route_columns(draft.settings, settings)
         draft.inputs, defects = resolver.resolve(draft.settings.kind, draft.settings.inputs, columns)
         found.add_all(draft, defects)
-        if not defects and all(other.settings is not None for other in drafts):
+        if not defects and not found.unknown and not invalid & {given.target for given in draft.inputs}:
             found.add_all(draft, check_stage(draft.settings, draft.inputs, settings))
     graph = {draft.name: {given.target for given in draft.inputs if given.kind == "stage"} for draft in drafts}
     for name in [name for name, reads in graph.items() if name in reads]:

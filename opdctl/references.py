@@ -165,6 +165,7 @@ class Resolver:
     model: ModelSettings | None
     addresses: Addresses
     labels: Mapping[str, Mapping[str, str]]  # stage name -> its labels
+    unknown: frozenset[str]  # stages whose fan-out has an error: what refers to them is left out
 
     def resolve(
         self, kind: str, inputs: Mapping[str, Any], columns: Sequence[str]
@@ -197,10 +198,13 @@ class Resolver:
         if kind != "stage":
             yield Input(role, kind, target, dict(item.route), item.weight, item.label or f"{kind}:{target}")
             return
+        if target.partition("[")[0] in self.unknown:
+            return
         found = self.addresses.select(target)
         if len(found) > 1 and (not many or "[" not in target):
             all_of = f"; stage:{target}[*] means all of them" if many and "[" not in target else ""
-            raise ConfigError(f"'{item.ref}' is {len(found)} stages ({', '.join(found[:3])}, ...), not one{all_of}")
+            names = ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
+            raise ConfigError(f"'{item.ref}' is {len(found)} stages ({names}), not one{all_of}")
         if target.endswith("[*]") and not many:
             raise ConfigError(f"'{item.ref}': [*] is for lists of models; name the one stage")
         if len(found) > 1 and item.label:

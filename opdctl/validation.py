@@ -4,14 +4,17 @@ import json
 import re
 import types
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from opdctl.references import Problem, near_miss
+from opdctl.settings import NAME_PATTERN
 
 MISSING = "???"
+BROKEN = "\0broken\0"  # in the place of a value whose interpolation failed, which was told already
 REQUIRED = "required, and not set: nothing can choose it for you; write it in the pipeline or in the scale"
 
 _WANTED = {
@@ -31,9 +34,9 @@ M = TypeVar("M", bound=BaseModel)
 
 def validate(model: type[M], tree: Any) -> tuple[M | None, list[Problem]]:
     """The settings, or None and every problem with its key. A string is no number, a whole number is a number."""
-    missing: list[str] = []
+    missing: dict[str, str] = {}
     tree = _without_missing(tree, "", missing)
-    problems = [(key, REQUIRED) for key in missing]
+    problems = [(key, REQUIRED) for key, value in missing.items() if value == MISSING]
     text = json.dumps(tree, default=str)
     settings = None
     try:
@@ -42,19 +45,29 @@ def validate(model: type[M], tree: Any) -> tuple[M | None, list[Problem]]:
         data = json.loads(text)
         for detail in error.errors(include_url=False):
             path, holder = _path(detail["loc"], data)
+            if tag := _absent_tag(detail):
+                path.append(tag)
             key = ".".join(map(str, path))
-            if key not in missing:
+            if not any(absent == key or absent.startswith(f"{key}.") for absent in missing):
                 problems.append((key, _message(detail, path, holder, model, data)))
-    return (None if problems else settings), list(dict.fromkeys(problems))
+    return (None if problems or missing else settings), list(dict.fromkeys(problems))
 
 
-def _without_missing(tree: Any, key: str, missing: list[str]) -> Any:
+def _absent_tag(detail: ErrorDetails) -> str:
+    """The key that chooses between the settings classes of a union, where it is missing or unknown."""
+    if detail["type"] not in ("union_tag_not_found", "union_tag_invalid"):
+        return ""
+    name = str(detail.get("ctx", {}).get("discriminator", "")).strip("'")
+    return "task" if name == "_task_tag()" else name
+
+
+def _without_missing(tree: Any, key: str, missing: dict[str, str]) -> Any:
     items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     kept = {}
     for name, value in items:
         below = f"{key}.{name}" if key else str(name)
-        if isinstance(value, str) and value == MISSING:
-            missing.append(below)
+        if isinstance(value, str) and value in (MISSING, BROKEN):
+            missing[below] = value
         else:
             kept[name] = _without_missing(value, below, missing)
     return kept if isinstance(tree, dict) else list(kept.values()) if isinstance(tree, list) else tree
@@ -78,20 +91,21 @@ def _path(loc: Sequence[str | int], data: Any) -> tuple[list[str | int], Any]:
 def _message(detail: ErrorDetails, path: Sequence[str | int], holder: Any, model: type[BaseModel], data: Any) -> str:
     kind, given = detail["type"], detail["input"]
     context = detail.get("ctx", {})
-    if kind == "missing":
+    if kind in ("missing", "union_tag_not_found"):
         return REQUIRED
     if kind == "extra_forbidden":
-        return "unknown key" + near_miss_key(str(path[-1]), _class_at(model, path[:-1], data))
+        return "unknown key" + _near_miss_key(str(path[-1]), _class_at(model, path[:-1], data))
     if kind in ("literal_error", "union_tag_invalid"):
         expected = context.get("expected") or context.get("expected_tags", "")
         word = given if kind == "literal_error" else context.get("tag")
         return f"'{word}' is not known" + near_miss(word, re.findall(r"'([^']*)'", str(expected)), "one of")
-    if kind == "union_tag_not_found":
-        return f"{str(context.get('discriminator', '')).strip(chr(39))}: {REQUIRED}"
     if kind == "value_error":
         return str(context.get("error", detail["msg"])) + (f", not {_show(given)}" if _is_leaf(given) else "")
-    if kind == "string_pattern_mismatch":
-        return f"{_show(given)} is no name: use letters, digits and _ . -, starting with a letter or digit"
+    if kind == "string_pattern_mismatch" and context.get("pattern") == NAME_PATTERN:
+        return f"'{given}' is no name: use letters, digits and _ . -, starting with a letter or digit"
+    if kind in ("too_short", "too_long"):
+        word = "at least" if kind == "too_short" else "at most"
+        return f"must have {word} {context.get('min_length', context.get('max_length'))} items, not {len(given)}"
     wanted = _WANTED.get(kind) or detail["msg"].replace("Input should", "must")
     return f"{wanted}, not {_show(given)}"
 
@@ -115,7 +129,7 @@ def _show(value: Any) -> str:
     return str(value)
 
 
-def near_miss_key(word: str, model: type[BaseModel] | None) -> str:
+def _near_miss_key(word: str, model: type[BaseModel] | None) -> str:
     """Keys of the settings class, with those one level below under their full name."""
     if model is None:
         return ""
@@ -125,9 +139,10 @@ def near_miss_key(word: str, model: type[BaseModel] | None) -> str:
         for part in _classes(field.annotation)
         for inner in part.model_fields
     }
-    if word in below and word not in model.model_fields:
-        return f" (did you mean '{below[word]}'? keys here: {', '.join(model.model_fields)})"
-    return near_miss(word, model.model_fields, "keys here")
+    names = below | {name: name for name in model.model_fields}
+    close = get_close_matches(word, names, n=1)
+    meant = f"did you mean '{names[close[0]]}'? " if close else ""
+    return f" ({meant}keys here: {', '.join(model.model_fields)})"
 
 
 def _class_at(annotation: Any, path: Sequence[str | int], data: Any) -> type[BaseModel] | None:
