@@ -215,14 +215,14 @@ class _Execution:
 
     def _stop(self, supervisor: Supervisor) -> None:
         """Nothing new starts; workers save at the first request and die at the second."""
-        first = self._heeded == 0
         self._heeded = self._signals.count
         for name in self._schedule.clear():
             self._outcome.not_run[name] = "interrupted"
-        if first and supervisor.workers:
-            self._reporter.message("stopping: running stages finish their step and save; once more to stop at once")
         if self._heeded > 1:
             supervisor.kill()
+        elif supervisor.workers:
+            self._reporter.message("stopping: running stages finish their step and save; once more to stop at once")
+            supervisor.stop()
 
     # ------------------------------------------------------------------ one stage
 

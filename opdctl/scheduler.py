@@ -57,7 +57,7 @@ class Schedule:
         del self._waits_for[stage]
 
     def done(self, stage: str) -> None:
-        for child in self._children[stage]:
+        for child in self._waits_for.keys() & set(self._children[stage]):
             self._waits_for[child].discard(stage)
 
     def failed(self, stage: str) -> list[str]:

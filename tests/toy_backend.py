@@ -36,7 +36,7 @@ def _knobs(spec):
 
 
 def _train(spec, control, knobs):
-    print(f"{spec.stage} pid {os.getpid()} threads {os.environ['OMP_NUM_THREADS']}", flush=True)
+    print(f"threads {os.environ['OMP_NUM_THREADS']} devices '{os.environ['CUDA_VISIBLE_DEVICES']}'")
     print("a line of the log on stderr", file=sys.stderr)
     train = spec.config["train"]
     saved = Path(spec.state) / "step.json"
@@ -105,6 +105,8 @@ def _odd(knobs, step):
 
 
 def _misbehave(spec, knobs, step):
+    if Path(spec.events).parent.name != "1":  # a first attempt only: the next one finds the fault mended
+        return
     if knobs.get("refuse_at") == step:
         raise StageFailed("loss is nan at step 3", hint="lower the learning rate")
     if knobs.get("crash_at") == step:
