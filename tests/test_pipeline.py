@@ -1,0 +1,369 @@
+import itertools
+import json
+
+import pytest
+from recipes import ABSENT, recipe, tree
+
+from opdctl.errors import ConfigError
+from opdctl.pipeline import InstanceOverride, expand, fingerprint, identity, marker, select
+from opdctl.settings import FileTask, PolicyGradientOpd
+
+SPECIALISTS = ["max[domain=math]", "max[domain=code]"]
+
+
+def problems(changes=None, overrides=()):
+    with pytest.raises(ConfigError) as caught:
+        expand(tree(changes), overrides)
+    return caught.value.problems
+
+
+# ---------------------------------------------------------------------------------------------- fan-out
+
+
+def test_stages_are_named_by_their_axes_and_ordered_after_what_they_read():
+    assert list(recipe().stages) == ["sft", *SPECIALISTS, "fuse", "eval"]
+
+
+def test_order_of_the_file_does_not_matter():
+    turned = tree()
+    turned["stages"] = dict(reversed(turned["stages"].items()))
+    names = list(expand(turned).stages)
+    for name, stage in expand(turned).stages.items():
+        assert all(names.index(parent) < names.index(name) for parent in stage.upstream())
+
+
+def test_product_makes_every_combination_in_the_order_of_the_axes():
+    foreach = {"domain": ["math", "code"], "seed": [0, 1, 2]}
+    stages = recipe({"stages.max.foreach": foreach, **_alone("max")}).stages
+    expected = [f"max[domain={d},seed={s}]" for d, s in itertools.product(["math", "code"], range(3))]
+    assert [name for name in stages if name.startswith("max")] == expected
+
+
+def test_zip_pairs_values_and_product_repeats_the_pairs():
+    foreach = {"product": {"seed": [0, 1]}, "zip": {"domain": ["math", "code"], "rung": ["x", "y"]}}
+    stages = recipe({"stages.max.foreach": foreach, **_alone("max")}).stages
+    assert [name for name in stages if name.startswith("max")] == [
+        "max[seed=0,domain=math,rung=x]",
+        "max[seed=0,domain=code,rung=y]",
+        "max[seed=1,domain=math,rung=x]",
+        "max[seed=1,domain=code,rung=y]",
+    ]
+
+
+def test_a_whole_marker_keeps_the_type_of_the_value_and_a_part_becomes_text():
+    foreach = {"seed": [7], "lr": [0.5], "domain": ["math"]}
+    changes = {
+        "stages.max.foreach": foreach,
+        "stages.max.seed": marker("seed"),
+        "stages.max.labels.note": f"seed-{marker('seed')}",
+        "stages.max.config.train": {"max_steps": 4, "global_batch_size": 8, "optimizer": {"lr": marker("lr")}},
+    }
+    stage = recipe(changes | _alone("max")).stages["max[seed=7,lr=0.5,domain=math]"]
+    assert (stage.seed, stage.settings.config.train.optimizer.lr, stage.labels["note"]) == (7, 0.5, "seed-7")
+
+
+def test_labels_are_the_axes_then_the_labels_of_the_stage():
+    assert recipe().stages["max[domain=code]"].labels == {"domain": "code", "effort": "max"}
+
+
+def test_a_stage_has_the_seed_of_the_pipeline_unless_it_has_its_own():
+    stages = recipe({"seed": 3, "stages.fuse.seed": 5}).stages
+    assert (stages["sft"].seed, stages["fuse"].seed) == (3, 5)
+
+
+def test_settings_hold_the_tasks_that_the_stage_names_and_the_efforts():
+    stage = recipe().stages["max[domain=code]"]
+    assert list(stage.settings.tasks) == ["code"]
+    assert list(stage.settings.efforts.levels) == ["low", "max"]
+
+
+def test_the_resolved_tree_is_json_and_has_every_instance():
+    resolved = json.loads(json.dumps(recipe().resolved))
+    assert list(resolved["stages"]) == ["sft", *SPECIALISTS, "fuse", "eval"]
+    assert resolved["stages"]["max[domain=code]"]["config"]["data"]["tasks"] == ["code"]
+
+
+# ---------------------------------------------------------------------------------------------- references
+
+
+@pytest.mark.parametrize("selector", ["max", "max[*]"])
+def test_a_name_and_a_star_select_all_instances(selector):
+    assert select(recipe().stages, selector) == SPECIALISTS
+
+
+def test_a_partial_selector_selects_what_matches():
+    names = ["x[a=1,b=1]", "x[a=1,b=2]", "x[a=2,b=1]", "y"]
+    assert select(names, "x[b=1]") == ["x[a=1,b=1]", "x[a=2,b=1]"]
+    assert select(names, "x[b=2,a=1]") == ["x[a=1,b=2]"]
+
+
+def test_a_list_takes_all_instances_with_their_labels_as_routes():
+    teachers = [given for given in recipe().stages["fuse"].inputs if given.role == "teachers"]
+    assert [(given.target, dict(given.route)) for given in teachers] == [
+        ("max[domain=math]", {"domain": "math", "effort": "max"}),
+        ("max[domain=code]", {"domain": "code", "effort": "max"}),
+    ]
+
+
+def test_a_route_weight_and_label_of_its_own_win():
+    given = {"ref": "stage:sft", "route": {"domain": "code", "effort": "max"}, "weight": 2.0, "label": "old"}
+    fuse = recipe({"stages.fuse.inputs.teachers": ["stage:max[domain=math]", given]}).stages["fuse"]
+    assert (fuse.inputs[2].label, fuse.inputs[2].weight, fuse.inputs[2].route["domain"]) == ("old", 2.0, "code")
+
+
+def test_model_stands_for_the_folder_that_the_pipeline_names():
+    folder = {"source": "folder", "ref": "hf:org/model@1234abc"}
+    given = recipe({"model": folder}).stages["sft"].inputs[0]
+    assert (given.kind, given.target, given.ref) == ("hf", "org/model@1234abc", "hf:org/model@1234abc")
+
+
+# ---------------------------------------------------------------------------------------------- problems
+
+
+def _alone(base):
+    """Leaves only one stage and what it reads."""
+    return {f"stages.{name}": ABSENT for name in ("max", "fuse", "eval") if name != base}
+
+
+M = "stages.max.config"
+BAD = [
+    # keys and types
+    ({"stages.max.config.train.lerning": 1}, "stages.max.config.train.lerning: unknown key (keys here: max_steps, "),
+    ({"stages.max.config.train.lr": 1}, "stages.max.config.train.lr: unknown key (did you mean 'optimizer.lr'?"),
+    ({f"{M}.kl.estimatr": "k3"}, "stages.max.config.kl.estimatr: unknown key (did you mean 'estimator'?"),
+    ({"stages.fuse.config.loss": {"form": "topk", "kk": 1, "k": 2}}, "stages.fuse.config.loss.kk: unknown key"),
+    ({"stages.fuse.config.loss": {"form": "topp"}}, "stages.fuse.config.loss.form: 'topp' is not known (did you mean 'topk'?"),
+    ({"stages.fuse.config.loss": {"k": 2}}, "stages.fuse.config.loss.form: required, and not set"),
+    ({"stages.sft.config.train.max_steps": "10"}, "stages.sft.config.train.max_steps: must be a whole number, not the text '10'"),
+    ({"stages.sft.config.train.max_steps": 1.5}, "stages.sft.config.train.max_steps: must be a whole number, not 1.5"),
+    ({"stages.sft.config.train.max_steps": True}, "stages.sft.config.train.max_steps: must be a whole number, not true"),
+    ({"stages.sft.config.data.tasks": "math"}, "stages.sft.config.data.tasks: must be a list, not the text 'math'"),
+    ({"stages.sft.config.train.optimizer.lr": float("inf")}, "stages.sft.config.train.optimizer.lr: must be a finite number"),
+    ({"stages.sft.config.train.optimizer.lr": ABSENT}, "stages.sft.config.train.optimizer.lr: required, and not set"),
+    ({"stages.sft.config.train.optimizer.lr": "???"}, "stages.sft.config.train.optimizer.lr: required, and not set"),
+    ({"stages.sft.resources": {"cpus": "???"}}, "stages.sft.resources.cpus: required, and not set"),
+    ({"stages.sft._target_": "os.system"}, "stages.sft._target_: unknown key"),
+    ({"stages.sft.tasks": {}}, "stages.sft.tasks: unknown key"),
+    ({"sede": 3}, "sede: unknown key (did you mean 'seed'?"),
+    ({"tasks.math": {"task": "chian"}}, "tasks.math.task: 'chian' is not known (did you mean 'chain'?"),
+    ({"tasks.math": {"path": "x.jsonl"}}, "tasks.math.verifier: required, and not set"),
+    # names and kinds
+    ({"name": "../up"}, "name: '../up' is no name"),
+    ({"stages.a/b": {}}, "stages.a/b: 'a/b' is no name"),
+    ({"axes.domain": ["../x"]}, "axes.domain.0: must be a name"),
+    ({"stages.max.kind": "rlvrr"}, "stages.max.kind: 'rlvrr' is no kind of stage (did you mean 'rlvr'?"),
+    ({"stages.max.kind": ABSENT}, "stages.max.kind: required, and not set"),
+    ({"stages.max.backend": "embeded"}, "stages.max.backend: 'embeded' is not known (did you mean 'embedded'?"),
+    ({"stages": {}}, "stages: required, and not set"),
+    # fan-out
+    ({"stages.max.foreach.domain": ["math", "coed"]}, "stages.max.foreach.domain: axis 'domain' has no value 'coed' (did you mean 'code'?"),
+    ({"stages.max.foreach.domain": []}, "stages.max.foreach.domain: the axis has no values"),
+    ({"stages.max.foreach.domain": ["math", "math"]}, "stages.max.foreach.domain: 'math' is there twice"),
+    ({"stages.max.foreach.domain": "math"}, "stages.max.foreach.domain: must be a list"),
+    ({"stages.max.foreach": {"zip": {"domain": ["math", "code"], "x": ["a"]}}}, "stages.max.foreach.zip: axes differ in length: domain has 2, x has 1"),
+    ({"stages.max.foreach": {}}, "stages.max.foreach: names no axis"),
+    ({"stages.max.labels.domain": "x"}, "stages.max.labels.domain: is an axis of foreach"),
+    # references
+    ({"stages.sft.inputs.initt": "model:"}, "stages.sft.inputs.initt: unknown role (did you mean 'init'?"),
+    ({"stages.sft.inputs": {}}, "stages.sft.inputs.init: required, and not set"),
+    ({"stages.sft.inputs.init": ["model:"]}, "stages.sft.inputs.init: takes one model, not a list"),
+    ({"stages.fuse.inputs.teachers": []}, "stages.fuse.inputs.teachers: is an empty list"),
+    ({"stages.fuse.inputs.student": "stage:sfft"}, "stages.fuse.inputs.student: no stage is called 'sfft' (did you mean 'sft'?"),
+    ({"stages.fuse.inputs.student": "sft"}, "stages.fuse.inputs.student: 'sft' is not a reference; did you mean 'stage:sft'?"),
+    ({"stages.fuse.inputs.student": "stage:max"}, "stages.fuse.inputs.student: 'stage:max' is 2 stages"),
+    ({"stages.fuse.inputs.student": "stage:max[domian=math]"}, "stages.fuse.inputs.student: stage 'max' has no axis 'domian' (did you mean 'domain'?"),
+    ({"stages.fuse.inputs.student": "stage:max[domain=mth]"}, "stages.fuse.inputs.student: 'max' has no instance with domain=mth (did you mean 'math'?"),
+    ({"stages.fuse.inputs.student": "stage:sft[*]"}, "stages.fuse.inputs.student: 'stage:sft[*]': [*] is for lists"),
+    ({"stages.fuse.inputs.student": "hf:org/model"}, "stages.fuse.inputs.student: 'hf:org/model' names no revision"),
+    ({"stages.fuse.inputs.teachers": [{"ref": "model:", "wieght": 2}]}, "stages.fuse.inputs.teachers.0.wieght: unknown key (did you mean 'weight'?"),
+    ({"stages.sft.inputs.init": "stage:sft"}, "stages.sft.inputs: the stage reads itself"),
+    ({"stages.sft.inputs.init": "stage:fuse"}, "stages: they read each other in a circle: sft <- fuse"),
+    ({"stages.eval.inputs.after": ["stage:sft"]}, "stages.eval.inputs.after: two models of before and after are called 'sft'"),
+    # tasks and efforts
+    ({"stages.sft.config.data.tasks": ["mth"]}, "stages.sft.config.data.tasks: no task is called 'mth' (did you mean 'math'?"),
+    ({"stages.sft.config.data.efforts": ["lwo"]}, "stages.sft.config.data.efforts: no effort level is called 'lwo' (did you mean 'low'?"),
+    ({"efforts.levels.mid": "<mid>", "stages.sft.config.data.efforts": ["mid"]}, "stages.sft.config.data.efforts: tasks.math.strides has none for effort 'mid'"),
+    # numbers that have to agree
+    ({f"{M}.train.global_batch_size": 5}, f"{M}.train.global_batch_size: 5 does not divide the 16 sequences"),
+    ({f"{M}.train.max_steps": 5}, f"{M}.train.max_steps: 5 is no multiple of the 2 optimizer steps per rollout batch"),
+    ({f"{M}.train.save_every": 3}, f"{M}.train.save_every: 3 is no multiple of the 2 optimizer steps"),
+    ({"stages.fuse.config.train.global_batch_size": 3}, "stages.fuse.config.train.global_batch_size: 3 does not divide the 8"),
+    ({f"{M}.rollout.group_size": 1, f"{M}.train.global_batch_size": 4}, f"{M}.rollout.group_size: 1, but an advantage"),
+    ({"stages.sft.resources": {"cpus": 2}}, "stages.sft.resources.cpus: 2, but machine.cpus is 1"),
+    ({"stages.sft.resources": {"gpus": 1}}, "stages.sft.resources.gpus: 1, but machine.gpus is 0"),
+    ({"stages.fuse.config.loss": {"form": "topk", "k": 6}}, "stages.fuse.config.loss.k: 6, but the vocabulary has 5 words"),
+    ({"stages.eval.config.pass_k": [8]}, "stages.eval.config.pass_k: 8 needs as many samples per prompt"),
+    # inputs that settings ask for
+    ({f"{M}.kl": {"estimator": "k3", "coef": 0.1}}, "stages.max.inputs.reference: required, and not set: config.kl.estimator is k3"),
+    ({"stages.max.inputs.reference": "stage:sft"}, "stages.max.inputs.reference: would not be read: config.kl.estimator is none"),
+    ({"stages.max.inputs.budget": "stage:sft"}, "stages.max.inputs.budget: would not be read: config.effort is not set"),
+    ({f"{M}.kl": {"estimator": "k1", "coef": 0.1}}, f"{M}.kl: estimator: k1 in the loss has a gradient of mean zero"),
+    ({"stages.eval.inputs": {}}, "stages.eval.inputs: names no model"),
+    ({"stages.eval.inputs.models": ["stage:sft"]}, "stages.eval.inputs: give either models, or before, teachers and after"),
+    ({"stages.eval.inputs.after": ABSENT}, "stages.eval.inputs.after: required, and not set"),
+    ({"stages.eval.config.within": {"tau": {"low": 1.0}, "budget": {"samples": 1, "percentile": 50.0, "over": "finished", "effort": "mx"}}}, "stages.eval.config.within.budget.effort: no effort level is called 'mx' (did you mean 'max'?"),
+    ({"stages.eval.config.within": {"tau": {"low": 1.0}, "budget": {"samples": 1, "percentile": 50.0, "over": "finished", "effort": "max"}}}, "stages.eval.config.within.tau.max: required, and not set"),
+    # routes
+    ({"stages.fuse.inputs.teachers": ["stage:max[domain=math]"]}, "stages.fuse.inputs.teachers: no teacher for domain=code, effort=max"),
+    ({"stages.fuse.config.data.efforts": ["low", "max"]}, "stages.fuse.inputs.teachers: no teacher for domain=math, effort=low; domain=code, effort=low"),
+    ({"stages.fuse.config.data.tasks": ["math"]}, "stages.fuse.inputs.teachers: 'max[domain=code]' is for domain=code, effort=max, which the data cannot hold"),
+    ({"stages.fuse.config.route_by": ["effort"]}, "stages.fuse.inputs.teachers: 'max[domain=math]' and 'max[domain=code]' are both for effort=max"),
+    ({"stages.fuse.config.route_by": ["domian"]}, "stages.fuse.config.route_by: rows have no column 'domian' (did you mean 'domain'?"),
+    ({"stages.max.labels": {}}, "stages.fuse.inputs.teachers: 'max[domain=math]' has no label 'effort' to be routed by"),
+    ({"stages.fuse.config.default_teacher": "max[domain=mth]"}, "stages.fuse.config.default_teacher: no teacher is called 'max[domain=mth]' (did you mean 'max[domain=math]'?"),
+    ({"stages.fuse.config.data.efforts": []}, "stages.fuse.config.route_by: rows have no effort to route by"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "expected"), BAD, ids=[expected[:70] for _, expected in BAD])
+def test_a_bad_input_is_told_by_its_key(changes, expected):
+    told = problems(changes)
+    assert any(line.startswith(expected) for line in told), told
+
+
+def test_every_problem_is_told_at_once():
+    changes = {"stages.sft.config.train.max_steps": "x", "stages.fuse.config.loss": {"form": "topp"}, "sede": 1}
+    assert len(problems(changes)) == 3
+
+
+def test_missing_values_are_told_all_at_once():
+    told = problems({"stages.sft.config.train.max_steps": "???", "stages.max.config.train.optimizer.lr": "???"})
+    assert [line.partition(":")[0] for line in told] == [
+        "stages.sft.config.train.max_steps",
+        "stages.max.config.train.optimizer.lr",
+    ]
+
+
+def test_what_all_instances_share_is_told_once():
+    assert len(problems({"stages.max.config.train.optimizer.lr": -1.0})) == 1
+
+
+def test_what_one_instance_has_is_told_by_its_name():
+    override = InstanceOverride("o", "max[domain=code]", ("config", "clip", "lo"), 0.1)
+    assert problems(overrides=[override])[0].startswith("stages.max[domain=code].config.clip.lo: unknown key")
+
+
+def test_a_broken_fan_out_is_not_told_again_by_those_that_refer_to_it():
+    assert len(problems({"stages.max.foreach.domain": ["math", "math"]})) == 1
+
+
+def test_a_default_teacher_covers_rows_without_a_route():
+    changes = {
+        "stages.fuse.inputs.teachers": ["stage:max[domain=math]"],
+        "stages.fuse.config.default_teacher": "max[domain=math]",
+    }
+    assert recipe(changes).stages["fuse"].settings.config.default_teacher == "max[domain=math]"
+
+
+# ---------------------------------------------------------------------------------------------- instance overrides
+
+
+def _override(selector, path, value=None, delete=False):
+    return InstanceOverride("text", selector, tuple(path.split(".")), value, delete)
+
+
+def test_an_override_reaches_the_instances_it_selects():
+    lr = "config.train.optimizer.lr"
+    stages = expand(tree(), [_override("max[domain=code]", lr, 0.25)]).stages
+    assert [stages[name].settings.config.train.optimizer.lr for name in SPECIALISTS] == [1e-3, 0.25]
+
+
+def test_overrides_add_and_remove_keys():
+    made = expand(
+        tree({"stages.max.config.clip": {"low": 0.1}}),
+        [
+            _override("max[*]", "config.aggregation", "constant"),
+            _override("max[domain=math]", "config.clip", delete=True),
+        ],
+    )
+    first, second = (made.stages[name].settings.config for name in SPECIALISTS)
+    assert (first.aggregation, first.clip.low, second.clip.low) == ("constant", 0.2, 0.1)
+
+
+def test_an_override_that_selects_nothing_is_a_problem():
+    assert (
+        "override text: 'max' has no instance with domain=cod"
+        in problems(overrides=[_override("max[domain=cod]", "seed", 1)])[0]
+    )
+
+
+def test_removing_a_key_that_is_not_there_is_a_problem():
+    assert (
+        "there is no key 'config.clip' to remove"
+        in problems(overrides=[_override("max[*]", "config.clip", delete=True)])[0]
+    )
+
+
+def test_late_values_are_looked_up_for_each_instance():
+    forms = {"math": {"form": "policy_gradient", "max_advantage": 5.0}, "code": {"form": "full_vocab"}}
+    changes = {
+        "stages.fuse.foreach": {"domain": ["math", "code"]},
+        "stages.fuse.config.loss": lambda each: forms[each["domain"]],
+        "stages.eval.inputs.after": ["stage:fuse[*]"],
+    }
+    stages = recipe(changes).stages
+    assert isinstance(stages["fuse[domain=math]"].settings.config.loss, PolicyGradientOpd)
+    assert stages["fuse[domain=code]"].settings.config.loss.form == "full_vocab"
+
+
+# ---------------------------------------------------------------------------------------------- identity
+
+
+def _print(changes=None, stage="max[domain=math]", data=None, revision="1", inputs=None):
+    stage = recipe(changes).stages[stage]
+    read = {given.ref: "same" for given in stage.inputs} | (inputs or {})
+    return fingerprint(identity(stage, read, data or {}, revision))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"stages.max.config.train.save_every": 4},
+        {"stages.max.resources": {"micro_batch_tokens": 8}},
+        {"machine": {"cpus": 64}},
+        {"stages.max.labels.colour": "red"},
+        {"name": "other"},
+        {"tracking": {"enabled": False}},
+        {"tasks.code.links": 12},
+        {"stages.max.config.clip": {"low": 0.2}},  # the default, written out
+        {"stages.max.config.train.optimizer.lr": 0.001},
+    ],
+)
+def test_identity_leaves_out_what_does_not_change_the_result(changes):
+    assert _print(changes) == _print()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"seed": 1},
+        {"stages.max.config.train.optimizer.lr": 0.002},
+        {"stages.max.config.clip": {"low": 0.1}},
+        {"tasks.math.links": 12},
+        {"efforts.levels.max": "<most>"},
+        {"efforts.by": "system_prompt"},
+    ],
+)
+def test_identity_holds_what_changes_the_result(changes):
+    assert _print(changes) != _print()
+
+
+def test_identity_holds_inputs_and_the_revision_of_the_backend():
+    assert len({_print(), _print(revision="2"), _print(inputs={"stage:sft": "another"})}) == 3
+
+
+def test_identity_of_a_student_holds_routes_and_weights_of_its_teachers():
+    weighed = [{"ref": "stage:max[domain=math]", "weight": 2.0}, "stage:max[domain=code]"]
+    renamed = [{"ref": "stage:max[domain=math]", "label": "A"}, "stage:max[domain=code]"]
+    key = "stages.fuse.inputs.teachers"
+    assert _print({key: weighed}, "fuse") != _print(stage="fuse")
+    assert _print({key: renamed}, "fuse") == _print(stage="fuse")
+
+
+def test_identity_of_a_file_task_is_its_content_and_not_its_path():
+    def task(path):
+        return {"tasks.math": FileTask(path=path, prompt="p", answer="a", verifier="exact").model_dump()}
+
+    here, there = task("a.jsonl"), task("b/c.jsonl")
+    assert _print(here, data={"math": "x"}) == _print(there, data={"math": "x"})
+    assert _print(here, data={"math": "x"}) != _print(here, data={"math": "y"})
