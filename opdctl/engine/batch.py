@@ -141,6 +141,6 @@ def _common_prefix(sequences: Items[Sequence], run: range) -> int:
 
 def _tree_mask(branch_BT: np.ndarray) -> np.ndarray:
     """bool [B, 1, T, T]: a query sees earlier keys of the trunk and of its own branch."""
-    causal_TT = np.tri(branch_BT.shape[1], dtype=bool)
-    key_BT = branch_BT[:, None, :]
-    return (causal_TT & ((key_BT == 0) | (key_BT == branch_BT[:, :, None])))[:, None]
+    seen_BTT = (branch_BT[:, None, :] == 0) | (branch_BT[:, None, :] == branch_BT[:, :, None])
+    seen_BTT &= np.tri(branch_BT.shape[1], dtype=bool)
+    return seen_BTT[:, None]

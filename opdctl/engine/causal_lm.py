@@ -46,7 +46,8 @@ class CausalLMPolicy(Policy):
 
     @property
     def _backbone(self) -> torch.nn.Module:
-        return self.network.base_model
+        backbone: torch.nn.Module = self.network.base_model
+        return backbone
 
     def train(self, mode: bool = True) -> "CausalLMPolicy":
         """Changes nothing: a network in training mode drops out."""
@@ -68,7 +69,8 @@ class CausalLMPolicy(Policy):
         self.check_length(batch.ids_BT.shape[1])
         # Padding is at the right, where no token that counts can see it: no mask, no positions needed.
         hidden_BTD = self._backbone(input_ids=batch.ids_BT, use_cache=False).last_hidden_state
-        return hidden_BTD[batch.rows_N, batch.cols_N]
+        hidden_ND: Tensor = hidden_BTD[batch.rows_N, batch.cols_N]
+        return hidden_ND
 
     @torch.no_grad()
     def prefill(self, prompts_BP: Tensor, lengths_B: Tensor, max_new: int) -> tuple[Tensor, Cache]:

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,

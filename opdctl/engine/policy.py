@@ -61,7 +61,7 @@ class Policy(nn.Module, ABC):
             raise OpdctlError(
                 f"a sequence of {tokens} tokens does not fit the model: max_position_embeddings is "
                 f"{self.max_positions}",
-                hint="lower max_prompt_tokens, max_completion_tokens or max_tokens, or take a model with more positions",
+                hint="lower max_prompt_tokens, max_completion_tokens or max_tokens, or use a model with more positions",
             )
 
     @abstractmethod

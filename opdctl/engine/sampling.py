@@ -37,18 +37,18 @@ class _Distribution:
     top_p: float
     top_k: int
 
-    def probabilities(self, logits_BV: Tensor) -> Tensor:
-        """float64 [B, V]; zero where truncated."""
-        probs_BV = (logits_BV.double() / self.temperature).softmax(-1)
-        if self.top_p >= 1 and not 0 < self.top_k < probs_BV.shape[1]:
-            return probs_BV
-        sorted_BV, order_BV = probs_BV.sort(-1, descending=True, stable=True)
+    def logprobs(self, logits_BV: Tensor) -> Tensor:
+        """float64 [B, V]; -inf where truncated."""
+        logprobs_BV = (logits_BV.double() / self.temperature).log_softmax(-1)
+        if self.top_p >= 1 and not 0 < self.top_k < logprobs_BV.shape[1]:
+            return logprobs_BV
+        sorted_BV, order_BV = logprobs_BV.exp().sort(stable=True, dim=-1, descending=True)
         if self.top_k:
             sorted_BV[:, self.top_k :] = 0
         before_BV = sorted_BV.cumsum(-1) - sorted_BV
-        sorted_BV[before_BV >= self.top_p * sorted_BV.sum(-1, keepdim=True)] = 0
-        kept_BV = torch.zeros_like(probs_BV).scatter_(-1, order_BV, sorted_BV)
-        return kept_BV / kept_BV.sum(-1, keepdim=True)
+        dropped_BV = (sorted_BV == 0) | (before_BV >= self.top_p * sorted_BV.sum(-1, keepdim=True))
+        dropped_BV = torch.zeros_like(dropped_BV).scatter_(-1, order_BV, dropped_BV)
+        return logprobs_BV.masked_fill_(dropped_BV, float("-inf")).log_softmax(-1)
 
 
 @torch.no_grad()
@@ -98,7 +98,7 @@ def sample(
             hidden_BD, policy.head(), distribution, None if greedy else uniforms_BT[row_B, step]
         )
         tokens_BT[row_B, step] = chosen_B
-        ended_B = torch.isin(chosen_B, eos_E) & ~finished_B[row_B]
+        ended_B = (chosen_B[:, None] == eos_E).any(-1) & ~finished_B[row_B]
         lengths_B[row_B[ended_B]] = step + 1
         finished_B[row_B[ended_B]] = True
         alive_A = (~finished_B[row_B]).nonzero()[:, 0]
@@ -129,9 +129,10 @@ def uniforms(seed: int, keys: Sequence[int], group_size: int, steps: int) -> np.
 
 def _mix(x: np.ndarray) -> np.ndarray:
     """The output function of SplitMix64 (Steele, Lea and Flood, 2014): a bijection of 64-bit words."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
+    mixed: np.ndarray = x ^ (x >> np.uint64(31))
+    return mixed
 
 
 def _pad_left(prompts: Sequence[Sequence[int]], policy: Policy) -> tuple[Tensor, Tensor]:
@@ -147,14 +148,16 @@ def _choose(
     parts = []
     rows = max(1, _CHUNK // head_VD.shape[0])
     for start in range(0, len(hidden_BD), rows):
-        probs_BV = distribution.probabilities(hidden_BD[start : start + rows] @ head_VD.T)
+        logprobs_BV = distribution.logprobs(hidden_BD[start : start + rows] @ head_VD.T)
+        probs_BV = logprobs_BV.exp()
         if uniform_B is None:
-            token_B1 = probs_BV.argmax(-1, keepdim=True)
+            token_B1 = logprobs_BV.argmax(-1, keepdim=True)
         else:
             cumulative_BV = probs_BV.cumsum(-1)
             target_B1 = uniform_B[start : start + rows, None] * cumulative_BV[:, -1:]
             token_B1 = torch.searchsorted(cumulative_BV, target_B1, right=True)
-        logprob_B = probs_BV.gather(-1, token_B1)[:, 0].log()
-        parts.append((token_B1[:, 0], logprob_B.float(), torch.special.entr(probs_BV).sum(-1).float()))
+        logprob_B = logprobs_BV.gather(-1, token_B1)[:, 0]
+        entropy_B = -(probs_BV * logprobs_BV.clamp_min(-1e9)).sum(-1)  # 0 log 0 is 0
+        parts.append((token_B1[:, 0], logprob_B.float(), entropy_B.float()))
     tokens, logprobs, entropies = zip(*parts, strict=True)
     return torch.cat(tokens), torch.cat(logprobs), torch.cat(entropies)

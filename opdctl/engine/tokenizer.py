@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 from tokenizers import Tokenizer as WordLevelTokenizer
 from tokenizers.models import WordLevel
@@ -10,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from opdctl.errors import OpdctlError
 
-Tokenizer = PreTrainedTokenizerBase
+Tokenizer: TypeAlias = PreTrainedTokenizerBase
 
 
 def word_tokenizer(words: Sequence[str]) -> Tokenizer:

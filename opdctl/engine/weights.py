@@ -1,6 +1,7 @@
 """Weights on disk: safetensors only, read whole and checked before a model sees them."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -55,7 +56,7 @@ def _listed_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def check_finite(tensors: dict[str, Tensor], source: str | Path) -> None:
+def check_finite(tensors: Mapping[str, Tensor], source: str | Path) -> None:
     """Raises OpdctlError naming the tensors that hold NaN or infinity."""
     bad = [name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())]
     if bad:
@@ -65,7 +66,7 @@ def check_finite(tensors: dict[str, Tensor], source: str | Path) -> None:
         )
 
 
-def check_names(given: dict[str, Tensor], wanted: dict[str, Tensor], source: Path) -> None:
+def check_names(given: Mapping[str, Tensor], wanted: Mapping[str, Tensor], source: Path) -> None:
     """Raises OpdctlError unless both have the same names and shapes."""
     problems = []
     if missing := sorted(wanted.keys() - given.keys()):
