@@ -65,7 +65,7 @@ class Trainer:
     def __init__(self, spec: StageSpec, control: Control, train: Train, policy: Policy, tokenizer: Tokenizer) -> None:
         self.spec, self.control, self.train = spec, control, train
         self.policy, self.tokenizer = policy, tokenizer
-        self.optimizer = AdamW(policy.named_parameters(), train.optimizer)
+        self.optimizer = AdamW(dict(policy.named_parameters()), train.optimizer)
         self.step = 0
         self.position: dict[str, int] = {}  # data positions; saved and restored with the weights
         self._metrics: Metrics = {}
@@ -100,6 +100,7 @@ class Trainer:
         Without any loss the step counts and changes nothing.
         Raises StageFailed on a non-finite loss or gradient, before the weights are touched.
         """
+        self.optimizer.zero_grad()
         lr = learning_rate(self.train.optimizer, self.step, self.train.max_steps)
         total, parts = 0.0, 0
         for loss, batch in losses:
@@ -111,9 +112,10 @@ class Trainer:
             loss.backward()  # type: ignore[no-untyped-call]  # torch leaves backward unannotated
         norm = 0.0
         if parts:
-            norm = self.optimizer.step(lr)
+            norm = self.optimizer.clip()
             if not math.isfinite(norm):
                 self._refuse("grad_norm", norm, batch)
+            self.optimizer.step(lr)
         self.step += 1
         return {"loss": total, "grad_norm": norm, "lr": lr}
 
@@ -129,7 +131,7 @@ class Trainer:
 
     def _save(self, metrics: Metrics) -> None:
         weights = {f"policy.{name}": value.detach() for name, value in self.policy.named_parameters()}
-        moments = {f"optimizer.{name}": value for name, value in self.optimizer.state().items()}
+        moments = {f"optimizer.{name}": value for name, value in self.optimizer.state_tensors().items()}
         self._recovery.save(Save(self.step, self.position, metrics, {**weights, **moments}))
 
     def _restore(self, saved: Save) -> None:
@@ -138,7 +140,7 @@ class Trainer:
             for name, parameter in self.policy.named_parameters():
                 parameter.copy_(saved.tensors[f"policy.{name}"])
         moments = {k.removeprefix("optimizer."): v for k, v in saved.tensors.items() if k.startswith("optimizer.")}
-        self.optimizer.load_state(moments)
+        self.optimizer.load_state_tensors(moments)
 
 
 def mean(values: Iterable[float]) -> float:

@@ -64,6 +64,16 @@ class Scored:
     teacher: int
 
 
+@dataclass(frozen=True)
+class _Piece:
+    """The rows of one teacher in a micro-batch, with the student's side of them."""
+
+    rows: SequenceOf[Scored]
+    hidden_ND: Tensor
+    targets_N: Tensor
+    weights_N: Tensor
+
+
 class _Distiller:
     """Rollouts, teachers and losses of one stage."""
 
@@ -109,76 +119,76 @@ class _Distiller:
         return scored, metrics
 
     def losses(self, rows: SequenceOf[Scored]) -> Iterator[tuple[Tensor, TokenBatch]]:
-        """Micro-batch losses of one optimizer step; `rows` are ordered by teacher."""
-        total_tokens = sum(len(row.sequence.completion) for row in rows)
-        segments = _segments(rows)
-        for at, segment in enumerate(segments):
-            following = segments[at + 1][0].teacher if at + 1 < len(segments) else None
-            teacher = self.pool.get(segment[0].teacher, then=following)
-            weight = self.teachers[segment[0].teacher].weight
-            for part in micro_batches([row.sequence for row in segment], self.micro_batch_tokens):
-                chosen = [segment[i] for i in part]
-                batch = self._batch(self.student, chosen)
-                weights_N = weight * token_weights(
-                    batch.sequence_N,
-                    how=self.settings.aggregation,
-                    total_tokens=total_tokens,
-                    total_sequences=len(rows),
-                )
-                with torch.no_grad():
-                    teacher_hidden_NE = teacher.hidden(self._batch(teacher, chosen))
-                yield self.loss(chosen, batch, teacher_hidden_NE, teacher.head(), weights_N), batch
+        """Micro-batch losses of one optimizer step; `rows` are ordered by teacher.
 
-    def loss(
-        self,
-        rows: SequenceOf[Scored],
-        batch: TokenBatch,
-        teacher_hidden_NE: Tensor,
-        teacher_head_VE: Tensor,
-        weights_N: Tensor,
-    ) -> Tensor:
-        """Weighted loss of one micro-batch in the stage's form, its health noted."""
-        form, k = self.settings.loss, self.settings.health_topk
-        hidden_ND, head_VD = self.student.hidden(batch), self.student.head()
+        The student reads a micro-batch at once, each teacher its own rows of it.
+        """
+        total_tokens = sum(len(row.sequence.completion) for row in rows)
+        parts = [
+            [rows[i] for i in part] for part in micro_batches([row.sequence for row in rows], self.micro_batch_tokens)
+        ]
+        order = [segment[0].teacher for part in parts for segment in _segments(part)]
+        at = 0
+        for part in parts:
+            batch = self._batch(self.student, part)
+            weights_N = token_weights(
+                batch.sequence_N,
+                how=self.settings.aggregation,
+                total_tokens=total_tokens,
+                total_sequences=len(rows),
+            )
+            hidden_ND = self.student.hidden(batch)
+            losses, start = [], 0
+            for segment in _segments(part):
+                teacher = self.pool.get(order[at], then=order[at + 1] if at + 1 < len(order) else None)
+                end = start + sum(len(row.sequence.completion) for row in segment)
+                piece = _Piece(segment, hidden_ND[start:end], batch.targets_N[start:end], weights_N[start:end])
+                losses.append(self.teachers[order[at]].weight * self.loss(piece, teacher))
+                at, start = at + 1, end
+            yield torch.stack(losses).sum(), batch
+
+    def loss(self, piece: "_Piece", teacher: Policy) -> Tensor:
+        """Loss of the rows of one teacher in the stage's form, weighted by token; its health is noted."""
+        form, k, student_head_VD = self.settings.loss, self.settings.health_topk, self.student.head()
+        with torch.no_grad():
+            teacher_hidden_NE, teacher_head_VE = teacher.hidden(self._batch(teacher, piece.rows)), teacher.head()
         if isinstance(form, FullVocabOpd):
             loss, health = full_vocab_reverse_kl(
-                hidden_ND, head_VD, teacher_hidden_NE, teacher_head_VE, weights_N=weights_N, health_topk=k
+                piece.hidden_ND,
+                student_head_VD,
+                teacher_hidden_NE,
+                teacher_head_VE,
+                weights_N=piece.weights_N,
+                health_topk=k,
             )
             self._health.append(health)
             return loss
-        self._health.append(distill_health(hidden_ND, head_VD, teacher_hidden_NE, teacher_head_VE, k=k))
+        self._health.append(
+            distill_health(piece.hidden_ND, student_head_VD, teacher_hidden_NE, teacher_head_VE, k=k)
+        )
         if isinstance(form, TopKOpd):
             indices_NK, logprobs_NK = teacher_topk(teacher_hidden_NE, teacher_head_VE, form.k)
             return topk_reverse_kl(
-                hidden_ND, head_VD, indices_NK, logprobs_NK, rest=form.rest, weights_N=weights_N
+                piece.hidden_ND, student_head_VD, indices_NK, logprobs_NK, rest=form.rest, weights_N=piece.weights_N
             )[0]
-        return self._policy_gradient(form, rows, batch, hidden_ND, head_VD, teacher_hidden_NE, teacher_head_VE, weights_N)
-
-    def _policy_gradient(
-        self,
-        form: PolicyGradientOpd,
-        rows: SequenceOf[Scored],
-        batch: TokenBatch,
-        hidden_ND: Tensor,
-        head_VD: Tensor,
-        teacher_hidden_NE: Tensor,
-        teacher_head_VE: Tensor,
-        weights_N: Tensor,
-    ) -> Tensor:
-        policy_logprobs_N, _ = token_logprobs(hidden_ND, head_VD, batch.targets_N)
         # the teacher scores at temperature 1, whatever the student samples at
-        teacher_logprobs_N, _ = token_logprobs(teacher_hidden_NE, teacher_head_VE, batch.targets_N)
+        teacher_logprobs_N, _ = token_logprobs(teacher_hidden_NE, teacher_head_VE, piece.targets_N)
+        return self._policy_gradient(form, piece, teacher_logprobs_N)
+
+    def _policy_gradient(self, form: PolicyGradientOpd, piece: "_Piece", teacher_logprobs_N: Tensor) -> Tensor:
+        policy_logprobs_N, _ = token_logprobs(piece.hidden_ND, self.student.head(), piece.targets_N)
         advantages_N = opd_advantage(teacher_logprobs_N, policy_logprobs_N, form.max_advantage)
         self._clipped.append(advantages_N.abs() >= form.max_advantage)
         options = self.settings.rollout
         if options.temperature == 1.0 and options.top_p == 1.0 and options.top_k == 0:
-            old_N = torch.cat([row.sampling_logprobs for row in rows]).to(policy_logprobs_N)
+            old_N = torch.cat([row.sampling_logprobs for row in piece.rows]).to(policy_logprobs_N)
         else:
+            # drawn from another distribution than the policy's own: the ratio starts at 1
             old_N = policy_logprobs_N.detach()
         loss_N, _ = clipped_policy_loss(
             policy_logprobs_N, old_N, advantages_N, low=form.clip.low, high=form.clip.high
         )
-        return (loss_N * weights_N).sum()
+        return (loss_N * piece.weights_N).sum()
 
     def health(self) -> Metrics:
         """Means over the tokens since last asked."""
