@@ -1,6 +1,7 @@
 """Small pipelines for `toy_backend`, without torch and without a pipeline file."""
 
 import hashlib
+import sys
 from pathlib import Path
 
 import toy_backend
@@ -105,3 +106,21 @@ class Notes(Silent):
 
     def of(self, kind):
         return [call[1:] for call in self.calls if call[0] == kind]
+
+
+def killable(folder: Path) -> Pipeline:
+    """Two stages side by side between one before and one after, some tenths of a second in all."""
+    stages = {
+        "sft": sft(steps=15),
+        "a": sft("stage:sft", steps=20),
+        "b": sft("stage:sft", steps=20, lr=0.2, seed=1),
+        "c": sft("stage:a", steps=10),
+        "eval": evaluation("stage:sft", "stage:b", "stage:c"),
+    }
+    return pipeline(stages, knobs={"plain": {"sleep_ms": 15}}, folder=folder)
+
+
+if __name__ == "__main__":
+    outcome = run(killable(Path(sys.argv[1])))
+    print(outcome)
+    sys.exit(130 if outcome.interrupted else 1 if outcome.failed else 0)
