@@ -96,7 +96,8 @@ def _compose(file: Path, confs: Sequence[Path], overrides: Sequence[str]) -> "Di
     except YAMLError as error:
         raise ConfigError(_yaml_problem(error)) from error
     except (HydraException, OmegaConfBaseException) as error:
-        absent = re.search(r"Could not override '([^']*)'.*?Key '([^']*)' is not in struct", str(error), re.DOTALL)
+        told = f"{error} {error.__cause__ or ''}"
+        absent = re.search(r"Could not override '([^']*)'.*?Key '([^']*)' is not in struct", told, re.DOTALL)
         if absent:
             values = [text for text in overrides if "." not in text.partition("=")[0]]
             meant = _meant(_compose(file, confs, values), absent[1])
@@ -152,8 +153,10 @@ def _unknown_stages(config: "DictConfig", overrides: Sequence[str]) -> list[str]
     from omegaconf import OmegaConf, open_dict
 
     problems: list[str] = []
-    stages = OmegaConf.to_container(config.get("stages") or OmegaConf.create({}), resolve=False)
-    assert isinstance(stages, dict)
+    whole = OmegaConf.to_container(config, resolve=False)
+    stages = whole.get("stages") if isinstance(whole, dict) else None
+    if not isinstance(stages, dict):
+        return []  # `expand` tells what is wrong with it
     real = [str(name) for name, stage in stages.items() if isinstance(stage, dict) and "kind" in stage]
     for text in overrides:
         found = _KEY.match(text)

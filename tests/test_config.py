@@ -1,0 +1,247 @@
+"""Files and overrides to a pipeline. What `expand` decides on plain trees is in test_pipeline.py."""
+
+from pathlib import Path
+
+import pytest
+
+from opdctl.config import builtin_folder, load_pipeline
+from opdctl.errors import ConfigError
+from opdctl.settings import TopKOpd
+
+CONF = {
+    "conf/stage/sft.yaml": """
+kind: sft
+backend: embedded
+inputs: {init: "model:"}
+config:
+  data: {tasks: [math]}
+  train: {max_steps: "${scale.steps}", global_batch_size: 8, optimizer: {lr: "${scale.lr}"}}
+""",
+    "conf/scale/small.yaml": "steps: 10\nlr: 1.0e-3\nlosses: {a: 0.1, b: 0.2}\n",
+    "conf/scale/large.yaml": "steps: 1000\nlr: 1.0e-4\nlosses: {a: 0.1, b: 0.2}\n",
+    "pipelines/small.yaml": """
+defaults:
+  - /model: tiny_qwen3
+  - /scale: small
+  - /stage@stages.base: sft
+  - /stage@stages.many: sft
+  - _self_
+name: small
+axes: {rung: [a, b], seed: [1, 2]}
+tasks: {math: {task: chain, domain: math}}
+stages:
+  many:
+    foreach: {rung: "${axes.rung}", seed: "${axes.seed}"}
+    seed: "${each.seed}"
+    inputs: {init: "stage:base"}
+    config: {train: {optimizer: {lr: "${scale.losses.${each.rung}}"}}}
+""",
+}
+SMALL = "pipelines/small.yaml"
+
+
+@pytest.fixture
+def files(workspace: Path) -> Path:
+    for name, text in CONF.items():
+        path = workspace / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return workspace
+
+
+def train(pipeline, name="base"):
+    return pipeline.stages[name].settings.config.train
+
+
+def refused(*overrides, path=SMALL):
+    with pytest.raises(ConfigError) as caught:
+        load_pipeline(path, overrides)
+    return caught.value
+
+
+def test_a_file_is_composed_of_its_own_groups_then_of_packaged_ones(files):
+    pipeline = load_pipeline(SMALL)
+    assert train(pipeline).max_steps == 10
+    assert pipeline.settings.model.source == "new"  # tiny_qwen3 is packaged only
+    assert pipeline.source == SMALL
+    assert pipeline.folder == files
+
+
+def test_values_that_depend_on_an_axis_keep_their_types_and_may_be_nested(files):
+    pipeline = load_pipeline(SMALL)
+    lrs = {name: train(pipeline, name).optimizer.lr for name in pipeline.stages if name.startswith("many")}
+    assert lrs == {
+        "many[rung=a,seed=1]": 0.1,
+        "many[rung=a,seed=2]": 0.1,
+        "many[rung=b,seed=1]": 0.2,
+        "many[rung=b,seed=2]": 0.2,
+    }
+    assert pipeline.stages["many[rung=b,seed=2]"].seed == 2
+
+
+def test_one_group_moves_the_recipe(files):
+    assert train(load_pipeline(SMALL, ["scale=large"])).max_steps == 1000
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "stages.base.config.train.save_every=5",
+        "+stages.base.config.train.save_every=5",
+        "++stages.base.config.train.save_every=5",
+    ],
+)
+def test_a_settings_key_can_be_set_whether_the_file_has_it_or_not(files, override):
+    assert train(load_pipeline(SMALL, [override])).save_every == 5
+
+
+def test_a_key_can_be_removed(files):
+    assert "many[rung=a,seed=1]" not in load_pipeline(SMALL, ["~stages.many"]).stages
+
+
+def test_one_instance_can_be_overridden_anywhere_in_the_list(files):
+    one = "stages.many[rung=b,seed=1].config.train.optimizer.lr"
+    pipeline = load_pipeline(SMALL, ["seed=4", f"{one}=7e-1", "stages.many.config.train.max_steps=30"])
+    assert train(pipeline, "many[rung=b,seed=1]").optimizer.lr == 0.7
+    assert train(pipeline, "many[rung=b,seed=2]").optimizer.lr == 0.2
+    assert {train(pipeline, name).max_steps for name in pipeline.stages if name != "base"} == {30}
+
+
+def test_a_partial_selector_overrides_all_that_match(files):
+    pipeline = load_pipeline(SMALL, ["stages.many[rung=b].config.train.max_steps=7"])
+    assert [train(pipeline, f"many[rung={r},seed={s}]").max_steps for r in "ab" for s in (1, 2)] == [10, 10, 7, 7]
+
+
+def test_an_instance_override_may_refer_to_other_keys(files):
+    text = "stages.many[rung=b].config.train.max_steps=${stages.base.config.train.max_steps}"
+    pipeline = load_pipeline(SMALL, ["scale.steps=3", text])
+    assert train(pipeline, "many[rung=b,seed=1]").max_steps == 3
+
+
+def test_instance_overrides_add_and_remove(files):
+    added = "++stages.many[seed=1].config.train.save_every=3"
+    removed = "~stages.many[seed=1].config.train.optimizer.lr"
+    assert train(load_pipeline(SMALL, [added]), "many[rung=a,seed=1]").save_every == 3
+    assert refused(removed).problems[0].startswith("stages.many[rung=a,seed=1].config.train.optimizer.lr: required")
+
+
+def test_folders_with_odd_names_work(files):
+    odd = files / "it's, [a] folder=1"
+    odd.mkdir()
+    (files / "conf").rename(odd / "conf")
+    (files / "pipelines").rename(odd / "pipelines")
+    assert train(load_pipeline(odd / SMALL)).max_steps == 10
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "text"),
+    [
+        ("scale=smal", "small.yaml", "no 'smal' in group 'scale' (did you mean 'small'? options: "),
+        ("scael=small", "scael", "unknown key (did you mean 'scale'?"),
+        ("scale.stepz=3", "scale.stepz", "there is no such key (did you mean 'steps'? keys of scale: "),
+        (
+            "stages.bsae.config.train.lr=1",
+            "override stages.bsae.config.train.lr=1",
+            "no stage is called 'bsae' (did you mean",
+        ),
+        ("stages.base.config.train.lr=1", "stages.base.config.train.lr", "unknown key (did you mean 'optimizer.lr'?"),
+        (
+            "stages.base.config.train.max_steps='10'",
+            "stages.base.config.train.max_steps",
+            "must be a whole number, not the",
+        ),
+        (
+            "stages.base.config.train.max_steps=1,2",
+            "override stages.base.config.train.max_steps=1,2",
+            "is several values",
+        ),
+        ("stages.base.config.train.max_steps=[", "override stages.base.config.train.max_steps=[", ""),
+        (
+            "stages.base.config.train.max_steps=${scale.stepz}",
+            "stages.base.config.train.max_steps",
+            "'${scale.stepz}' refers",
+        ),
+        (
+            "stages.base.seed=${each.rung}",
+            "stages.base.seed",
+            "'${each.rung}' refers to nothing ('${each.AXIS}' is for",
+        ),
+        ("stages.many.seed=${each.rugn}", "stages.many.seed", "'${each.rugn}' refers to nothing (did you mean 'rung'?"),
+        ("axes.rung=[c]", "stages.many.config.train.optimizer.lr", "'${scale.losses.${each.rung}}' refers to nothing"),
+        (
+            "scale.steps=???",
+            "stages.base.config.train.max_steps",
+            "'${scale.steps}' refers to scale.steps, which is required",
+        ),
+        ("stages.many[rung=c].seed=1", "override stages.many[rung=c].seed=1", "'many' has no instance with rung=c"),
+        (
+            "stages.many[rugn=a].seed=1",
+            "override stages.many[rugn=a].seed=1",
+            "stage 'many' has no axis 'rugn' (did you mean",
+        ),
+        ("stages.many[rung=a].config.train.x=1", "stages.many[rung=a,seed=1].config.train.x", "unknown key"),
+        ("stages.many[rung=a].seed=1,2", "override stages.many[rung=a].seed=1,2", "is several values"),
+        ("stages.many[rung=a].seed=[[", "override stages.many[rung=a].seed=[[", ""),
+        ("stages.many[rung=a]=1", "override stages.many[rung=a]=1", "names no key"),
+        ("~stages.nothing", "small.yaml", "Could not delete from config"),
+    ],
+)
+def test_a_bad_override_is_told_by_its_key(files, override, key, text):
+    told = refused(override).problems
+    assert any(line.startswith(f"{key}: {text}") for line in told), told
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        (SMALL, "name: [a\nb: c\n", "pipelines/small.yaml:2:2: not valid YAML"),
+        ("conf/stage/sft.yaml", "kind: sft\n  x: {\n", "conf/stage/sft.yaml:2:4: not valid YAML"),
+        (SMALL, "defaults: [/nogroup: x, _self_]\nname: a\n", "small.yaml: no 'x' in group 'nogroup'"),
+        (SMALL, "name: a\neach: {x: 1}\n", "each: unknown key"),
+        (SMALL, "name: a\nstages: [1]\n", "stages: required"),
+        (SMALL, "- 1\n", "small.yaml: "),
+    ],
+)
+def test_a_bad_file_is_told_with_its_place(files, name, text, expected):
+    (files / name).write_text(text)
+    told = refused().problems
+    assert any(expected in line for line in told), told
+
+
+def test_a_file_that_is_not_there_is_told_with_the_packaged_ones():
+    assert "kimi_k3" in str(refused(path="kimi_k4"))
+
+
+def test_files_that_are_not_there_are_told_at_once(files):
+    task = "{path: no.jsonl, prompt: p, answer: a, verifier: exact}"
+    told = refused(f"+tasks.mine={task}", "stages.base.config.data.tasks=[mine]", 'stages.base.inputs.init="path:no"')
+    assert told.problems == ["tasks.mine.path: no such file: no.jsonl", "stages.base.inputs.init: no such folder: no"]
+    assert str(files) in told.hint
+
+
+def test_yaml_makes_no_objects(files):
+    (files / "pipelines" / "evil.yaml").write_text("name: !!python/object/apply:os.system ['touch made']\n")
+    assert "not valid YAML" in str(refused(path="pipelines/evil.yaml"))
+    assert not (files / "made").exists()
+
+
+def test_hydra_keys_of_a_file_do_nothing(files):
+    (files / SMALL).write_text(CONF[SMALL] + "hydra: {run: {dir: made}, job: {chdir: true}}\n")
+    load_pipeline(SMALL)
+    assert not (files / "made").exists()
+    assert Path.cwd() == files
+
+
+@pytest.mark.parametrize("path", sorted((builtin_folder() / "pipelines").glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("scale", sorted(path.stem for path in (builtin_folder() / "conf" / "scale").glob("*.yaml")))
+def test_every_packaged_pipeline_is_valid_at_every_scale(workspace, path, scale):
+    assert load_pipeline(path.stem, [f"scale={scale}"]).source == f"packaged {path.stem}"
+
+
+def test_kimi_k3_is_nine_teachers_and_a_student_for_each_loss(workspace):
+    stages = load_pipeline("kimi_k3").stages
+    student = stages["mopd[loss=topk]"]
+    assert isinstance(student.settings.config.loss, TopKOpd)
+    teachers = [given for given in student.inputs if given.role == "teachers"]
+    assert len({(given.route["domain"], given.route["effort"]) for given in teachers}) == 9
+    assert stages["low[domain=general]"].upstream() == {"high[domain=general]", "sft"}
