@@ -344,9 +344,7 @@ OneInput = Annotated[
     Annotated[str, Tag("reference")] | Annotated[WeightedInput, Tag("model")], Discriminator(_input_tag)
 ]
 InputValue = Annotated[
-    Annotated[str, Tag("reference")]
-    | Annotated[WeightedInput, Tag("model")]
-    | Annotated[list[OneInput], Tag("list")],
+    Annotated[str, Tag("reference")] | Annotated[WeightedInput, Tag("model")] | Annotated[list[OneInput], Tag("list")],
     Discriminator(_input_tag),
 ]
 
