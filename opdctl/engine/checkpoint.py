@@ -96,6 +96,7 @@ def load_policy(path: str | Path, *, device: torch.device | str = "cpu", dtype: 
 def save_policy(policy: Policy, tokenizer: Tokenizer, folder: str | Path, *, dtype: torch.dtype) -> None:
     """Write a folder that AutoModelForCausalLM and AutoTokenizer load. Equal weights give equal bytes."""
     folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
     state = {name: tensor.to("cpu", dtype).contiguous() for name, tensor in policy.state_dict().items()}
     if isinstance(policy, CausalLMPolicy):
         policy.save_network(state, folder)

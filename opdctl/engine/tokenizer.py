@@ -49,6 +49,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         tokenizer: Tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise OpdctlError(f"{path}: the tokenizer cannot be loaded: {error}") from error
+    for where in ("is_local", "local_files_only"):  # how it was loaded would be written into the next checkpoint
+        tokenizer.init_kwargs.pop(where, None)
     return tokenizer
 
 

@@ -108,9 +108,7 @@ def test_truncated_distributions_are_renormalised(policy):
 def test_tokens_follow_the_distribution(policy, top_p, top_k):
     """Chi-square of 4096 first tokens against their probabilities."""
     count = 4096
-    rollout = draw(
-        policy, [PROMPTS[0]], group_size=count, max_completion_tokens=1, top_p=top_p, top_k=top_k, keys=[1]
-    )
+    rollout = draw(policy, [PROMPTS[0]], group_size=count, max_completion_tokens=1, top_p=top_p, top_k=top_k, keys=[1])
     seen = np.bincount([completion[0] for completion in rollout.completions], minlength=policy.vocab_size)
     logprobs = {c[0]: float(lp) for c, lp in zip(rollout.completions, rollout.sampling_logprobs_N, strict=True)}
     likely = [token for token, logprob in logprobs.items() if math.exp(logprob) * count > 5]
