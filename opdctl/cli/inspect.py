@@ -205,8 +205,10 @@ def _stage_line(stage: "StageDir", kind: str) -> "StageLine":
 
 def _failure(attempt: "Attempt") -> str:
     """The message a worker left when it ended with an error that a user can act on."""
+    from opdctl.supervisor import error_file
+
     try:
-        return str(loads(attempt.error.read_text())["message"])
+        return str(loads(error_file(attempt).read_text())["message"])
     except FileNotFoundError:
         return ""
 

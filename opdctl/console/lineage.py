@@ -31,11 +31,11 @@ def lineage_tree(nodes: Mapping[str, Node], roots: Sequence[str]) -> list[Tree]:
 def _grow(tree: Tree, nodes: Mapping[str, Node], key: str, drawn: set[str]) -> None:
     for edge in nodes[key].parents:
         node = nodes[edge.parent]
-        again = edge.parent in drawn and bool(node.parents)
-        branch = tree.add(Text.assemble(_line(node, edge.role), (" (above)", "dim") if again else ""))
-        if not again:
+        if edge.parent in drawn and node.parents:
+            tree.add(Text.assemble((f"{edge.role}: ", "cyan"), (node.title, "bold"), (" (above)", "dim")))
+        else:
             drawn.add(edge.parent)
-            _grow(branch, nodes, edge.parent, drawn)
+            _grow(tree.add(_line(node, edge.role)), nodes, edge.parent, drawn)
 
 
 def _line(node: Node, role: str) -> Text:

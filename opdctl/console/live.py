@@ -120,7 +120,7 @@ class Progress:
     def reused(self, stage: str, reason: str) -> None:
         row = self.rows[stage]
         row.state = "reused"
-        self.changed(row, join(("reused", reason)))
+        self.changed(row, join(("reused", reason), ": "))
 
     def message(self, text: str) -> None:
         self.console.print(text, soft_wrap=True)
@@ -207,7 +207,8 @@ class LiveProgress(Progress):
             bar = ProgressBar(total=max(1, row.event.total), completed=row.event.step, complete_style=complete)
         rate = throughput(row.event.metrics) if row.event and row.state == "running" else ""
         eta = row.eta_s(now) if row.state == "running" else None
-        left = f"-{clock(eta)}" if eta is not None else clock((row.ended or now) - row.began)
+        spent = clock((row.ended or now) - row.began) if row.began else ""  # one that failed to start has none
+        left = f"-{clock(eta)}" if eta is not None else spent
         return (mark, name, bar, row.steps(), Text(row.numbers(3 if wide else 2)), Text(rate, style="dim"), left)
 
     def _total(self, now: float) -> str:
