@@ -38,7 +38,7 @@ def run(spec: StageSpec, control: Control) -> StageResult:
     for number, model in enumerate(models):
         kept = Path(spec.state) / f"scored-{zlib.crc32(model.label.encode()):08x}.json"
         if kept.exists():
-            scores[model.label] = _read(kept)
+            scores[model.label] = _read(kept, examiner.cells)
         else:
             if control.stop_requested():
                 raise Stopped
@@ -57,6 +57,7 @@ class _Examiner:
         self.spec, self.settings = spec, settings
         self.tasks = open_tasks(spec)
         self.mixer = Mixer(self.tasks, settings.data, "eval", settings.seed)
+        self.cells = [cell_name(task, effort) for task, effort in self.mixer.cells]
         tokens = settings.rollout.max_prompt_tokens + settings.rollout.max_completion_tokens
         self.batch = max(1, int(spec.resources["micro_batch_tokens"]) // tokens)
         self.budgets: BudgetEstimator | None = None
@@ -74,7 +75,7 @@ class _Examiner:
         renderer = Renderer(tokenizer, policy.eos_ids)
         size, per_call = self.settings.rollout.group_size, max(1, self.batch // self.settings.rollout.group_size)
         scores = {}
-        for cell, (task, effort) in enumerate(self.mixer.cells):
+        for cell, (_, effort) in enumerate(self.mixer.cells):
             rows = self._rows(cell)
             completions: list[list[int]] = []
             finished: list[bool] = []
@@ -84,7 +85,7 @@ class _Examiner:
                 _, rollout = roll(policy, renderer, part, self.settings.rollout, seed=seed, group_size=size)
                 completions += rollout.completions
                 finished += rollout.finished
-            scores[cell_name(task, effort)] = self._count(rows, completions, finished, renderer, effort)
+            scores[self.cells[cell]] = self._count(rows, completions, finished, renderer, effort)
         return scores
 
     def _rows(self, cell: int) -> list[Row]:
@@ -127,9 +128,9 @@ def cell_name(task: str, effort: str | None) -> str:
     return f"{task}.{effort}" if effort else task
 
 
-def _read(path: Path) -> dict[str, CellScore]:
+def _read(path: Path, cells: Sequence[str]) -> dict[str, CellScore]:
     stored = json.loads(path.read_text())
-    return {name: CellScore(CellCounts(**score["counts"]), score["pass_k"]) for name, score in stored.items()}
+    return {name: CellScore(CellCounts(**stored[name]["counts"]), stored[name]["pass_k"]) for name in cells}
 
 
 def _means(scores: Mapping[str, CellScore]) -> Metrics:

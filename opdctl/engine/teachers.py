@@ -51,7 +51,8 @@ class TeacherPool:
         """Teacher `number`; `then` is the one wanted after it."""
         if number not in self._held:
             coming = self._coming.pop(number, None)
-            self._hold(number, coming.result() if coming else self._fetch(number))
+            self._make_room(keep=number)
+            self._held[number] = coming.result() if coming else self._fetch(number)
         self._held.move_to_end(number)
         # with one place the next teacher must wait: two would be in memory
         if then is not None and self._resident > 1 and then not in self._held and then not in self._coming:
@@ -66,12 +67,7 @@ class TeacherPool:
         self.loads += 1
         return self._load(number)
 
-    def _hold(self, number: int, policy: Policy) -> None:
-        while len(self._held) + len(self._coming) >= self._resident and self._held:
-            self._held.popitem(last=False)
-        self._held[number] = policy
-
     def _make_room(self, *, keep: int) -> None:
-        while len(self._held) >= self._resident:
-            oldest = next(number for number in self._held if number != keep)
-            del self._held[oldest]
+        """Drop the longest unused teachers but `keep` until one more fits."""
+        while len(self._held) + len(self._coming) >= self._resident and self._held.keys() - {keep}:
+            del self._held[next(number for number in self._held if number != keep)]
