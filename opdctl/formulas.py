@@ -3,7 +3,7 @@
 The computations are in `opdctl/engine/losses.py`, `vocab.py` and `advantages.py`.
 """
 
-from opdctl.settings import FullVocabOpd, OpdSettings, PolicyGradientOpd, RlvrSettings
+from opdctl.settings import EffortBudget, FullVocabOpd, OpdSettings, PolicyGradientOpd, RlvrSettings
 
 _ADVANTAGE = {
     "mean": "r - mean(group)",
@@ -35,7 +35,7 @@ def describe_rlvr(settings: RlvrSettings) -> str:
         sign, place = ("-", "reward") if settings.kl.placement == "reward" else ("+", "loss")
         extras.append(f"{place} {sign} {settings.kl.coef:g} KL(pi || pi_ref), {_KL[settings.kl.estimator]}")
     if settings.effort is not None:
-        extras.append(f"reward -1 if T(y) > {_tau(settings)} b0(x)")
+        extras.append(f"reward -1 if T(y) > tau b0(x), {_tau(settings.effort)}")
     if settings.overlong.handling == "mask":
         extras.append("cut completions left out of the loss")
     if settings.overlong.handling == "soft_penalty":
@@ -60,15 +60,13 @@ def describe_opd(settings: OpdSettings) -> str:
         rest = "sum_S (pi_T - pi)" if loss.rest == "correction" else "P log(P/P_T), P = 1 - sum_S pi"
         support, formula = f"teacher's top {loss.k} (S)", f"sum_S pi log(pi/pi_T) + {rest}"
     return (
-        f"{formula}; {_AGGREGATION['sequence_mean']}\n"
+        f"{formula}; {_AGGREGATION[settings.aggregation]}\n"
         f"reverse KL(pi || pi_T) on the student's rollouts, support: {support}; "
         f"teacher by {', '.join(settings.route_by)}"
     )
 
 
-def _tau(settings: RlvrSettings) -> str:
-    effort = settings.effort
-    assert effort is not None
+def _tau(effort: EffortBudget) -> str:
     if effort.anneal == "hard" or effort.tau_from is None:
-        return f"{effort.tau:g}"
-    return f"{effort.tau_from:g}..{effort.tau:g}"
+        return f"tau {effort.tau:g}"
+    return f"tau {effort.tau_from:g} -> {effort.tau:g}"

@@ -12,7 +12,7 @@ Two kinds of function:
 Logits come in the dtype of the weights, as a sampler sees them; softmax and sums are at least in float32.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal, cast
 
 import torch
@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from opdctl.errors import OpdctlError
 
-CHUNK_BYTES = 32 * 2**20  # of one [C, V] tensor; a handful exist at a time
+CHUNK_BYTES = 32 * 2**20  # of one [C, V] tensor; four exist at a time
 
 
 def token_logprobs(
@@ -31,9 +31,8 @@ def token_logprobs(
 
     Both are of softmax(logits / temperature). `chunk` is in tokens; None: about 32 MiB of logits.
     """
-    chunk = chunk or _chunk_tokens(hidden_ND, head_VD)
-    if len(hidden_ND) <= chunk:
-        return _chunk_logprobs(hidden_ND, head_VD, targets_N, temperature)
+    if len(hidden_ND) <= (chunk or _chunk_tokens(head_VD)):
+        return _whole_logprobs(hidden_ND, head_VD, targets_N, temperature)
     pair = _TokenLogprobs.apply(hidden_ND, head_VD, targets_N, temperature, chunk)  # type: ignore[no-untyped-call]
     return cast(tuple[Tensor, Tensor], pair)
 
@@ -58,12 +57,10 @@ def full_vocab_reverse_kl(
     """
     _same_vocabulary(head_VD, teacher_head_VE)
 
-    def form(logits_CV: Tensor, rows: slice) -> tuple[dict[str, Tensor], Tensor]:
-        student_CV = logits_CV.log_softmax(-1)
-        teacher_CV = _logits(teacher_hidden_NE[rows], teacher_head_VE).log_softmax(-1)
-        values = _compare(student_CV, teacher_CV, health_topk)
-        gap_CV = (student_CV - teacher_CV).sub_(values["reverse_kl"][:, None])
-        return values, gap_CV.mul_(student_CV.exp_())
+    def form(rows: slice, scratch: _Scratch) -> tuple[dict[str, Tensor], Tensor]:
+        student_CV = _logprobs(hidden_ND[rows], head_VD, scratch, "student")
+        teacher_CV = _logprobs(teacher_hidden_NE[rows], teacher_head_VE, scratch, "teacher")
+        return _compare(student_CV, teacher_CV, health_topk, scratch)
 
     return _weighted(hidden_ND, head_VD, weights_N, form, "reverse_kl", chunk)
 
@@ -92,25 +89,24 @@ def topk_reverse_kl(
     """
     all_tokens = indices_NK.shape[1] == head_VD.shape[0]  # then there is no tail
 
-    def form(logits_CV: Tensor, rows: slice) -> tuple[dict[str, Tensor], Tensor]:
-        logprobs_CV = logits_CV.log_softmax(-1)
-        indices_CK, teacher_CK = indices_NK[rows], teacher_logprobs_NK[rows].to(logits_CV.dtype)
-        gap_CK = logprobs_CV.gather(-1, indices_CK) - teacher_CK
-        probs_CV = logprobs_CV.exp_()
+    def form(rows: slice, scratch: _Scratch) -> tuple[dict[str, Tensor], Tensor]:
+        costs_CV = _logprobs(hidden_ND[rows], head_VD, scratch, "student")
+        indices_CK, teacher_CK = indices_NK[rows], teacher_logprobs_NK[rows].to(costs_CV.dtype)
+        gap_CK = costs_CV.gather(-1, indices_CK) - teacher_CK
+        probs_CV = torch.exp(costs_CV, out=scratch("work", len(costs_CV)))
         probs_CK = probs_CV.gather(-1, indices_CK)
         loss_C = mean_C = (probs_CK * gap_CK).sum(-1)
+        costs_CV.zero_()
         if rest == "correction":
             loss_C = mean_C + (teacher_CK.exp() - probs_CK).sum(-1)
-            costs_CV = torch.zeros_like(probs_CV)
-        elif all_tokens:
-            costs_CV = torch.zeros_like(probs_CV)
-        else:
-            tail_C = probs_CV.scatter(-1, indices_CK, 0.0).sum(-1)
+        elif not all_tokens:
+            tail_C = probs_CV.scatter_(-1, indices_CK, 0.0).sum(-1)
+            probs_CV.scatter_(-1, indices_CK, probs_CK)
             tail_gap_C = _tail_gap(tail_C, teacher_CK)
             loss_C = mean_C = mean_C + tail_C * tail_gap_C
-            costs_CV = tail_gap_C[:, None].expand_as(probs_CV).contiguous()
+            costs_CV += tail_gap_C[:, None]
         costs_CV.scatter_(-1, indices_CK, gap_CK)
-        return {"loss": loss_C}, probs_CV.mul_(costs_CV.sub_(mean_C[:, None]))
+        return {"loss": loss_C}, costs_CV.sub_(mean_C[:, None]).mul_(probs_CV)
 
     total, values = _weighted(hidden_ND, head_VD, weights_N, form, "loss", chunk)
     return total, values["loss"]
@@ -126,8 +122,9 @@ def teacher_topk(
             f"k: {k} is more than the vocabulary of {len(teacher_head_VE)} tokens", hint="lower config.loss.k"
         )
     indices, logprobs = [], []
-    for rows in _chunks(len(teacher_hidden_NE), chunk or _chunk_tokens(teacher_hidden_NE, teacher_head_VE)):
-        top = _logits(teacher_hidden_NE[rows], teacher_head_VE).log_softmax(-1).topk(k, dim=-1)
+    chunks, scratch = _split(teacher_hidden_NE, teacher_head_VE, chunk)
+    for rows in chunks:
+        top = _logprobs(teacher_hidden_NE[rows], teacher_head_VE, scratch, "teacher").topk(k, dim=-1)
         indices.append(top.indices)
         logprobs.append(top.values)
     return torch.cat(indices), torch.cat(logprobs)
@@ -151,29 +148,55 @@ def distill_health(
     """
     _same_vocabulary(head_VD, teacher_head_VE)
     parts = []
-    for rows in _chunks(len(hidden_ND), chunk or _chunk_tokens(hidden_ND, head_VD)):
-        student_CV = _logits(hidden_ND[rows], head_VD).log_softmax(-1)
-        teacher_CV = _logits(teacher_hidden_NE[rows], teacher_head_VE).log_softmax(-1)
-        parts.append(_compare(student_CV, teacher_CV, k))
+    chunks, scratch = _split(hidden_ND, head_VD, chunk)
+    for rows in chunks:
+        student_CV = _logprobs(hidden_ND[rows], head_VD, scratch, "student")
+        teacher_CV = _logprobs(teacher_hidden_NE[rows], teacher_head_VE, scratch, "teacher")
+        parts.append(_compare(student_CV, teacher_CV, k, scratch)[0])
     return _joined(parts)
 
 
 # ------------------------------------------------------------------------------------------------------- chunks
 
 
-def _chunk_tokens(hidden_ND: Tensor, head_VD: Tensor) -> int:
-    itemsize = max(hidden_ND.element_size(), 4)
-    return max(1, CHUNK_BYTES // (len(head_VD) * itemsize))
+class _Scratch:
+    """Named [C, V] buffers that all chunks share: made anew for each, they would fragment the heap to many times
+    their size, and cost a page fault for every 4 KiB.
+    """
+
+    def __init__(self, chunk: int, head_VD: Tensor) -> None:
+        self._chunk, self._head_VD = chunk, head_VD
+        self._dtype = torch.float64 if head_VD.dtype == torch.float64 else torch.float32
+        self._made: dict[str, Tensor] = {}
+
+    def __call__(self, name: str, tokens: int) -> Tensor:
+        if name not in self._made:
+            shape = (self._chunk, len(self._head_VD))
+            self._made[name] = torch.empty(shape, dtype=self._dtype, device=self._head_VD.device)
+        return self._made[name][:tokens]
 
 
-def _chunks(tokens: int, chunk: int) -> Iterator[slice]:
-    """Slices of at most `chunk` tokens; one, possibly empty, at least."""
-    return (slice(start, start + chunk) for start in range(0, max(tokens, 1), chunk))
+def _chunk_tokens(head_VD: Tensor) -> int:
+    return max(1, CHUNK_BYTES // (len(head_VD) * max(head_VD.element_size(), 4)))
 
 
-def _logits(hidden_CD: Tensor, head_VD: Tensor) -> Tensor:
-    logits_CV = hidden_CD @ head_VD.T
-    return logits_CV if logits_CV.dtype == torch.float64 else logits_CV.float()
+def _split(hidden_ND: Tensor, head_VD: Tensor, chunk: int | None) -> tuple[list[slice], _Scratch]:
+    """Slices of at most `chunk` tokens (one, possibly empty, at least), and buffers of that size."""
+    tokens = len(hidden_ND)
+    chunk = max(1, min(chunk or _chunk_tokens(head_VD), tokens))
+    return [slice(at, min(at + chunk, tokens)) for at in range(0, max(tokens, 1), chunk)], _Scratch(chunk, head_VD)
+
+
+def _logits(hidden_CD: Tensor, head_VD: Tensor, out_CV: Tensor) -> Tensor:
+    if out_CV.dtype == head_VD.dtype:
+        return torch.mm(hidden_CD, head_VD.T, out=out_CV)
+    return out_CV.copy_(hidden_CD @ head_VD.T)
+
+
+def _logprobs(hidden_CD: Tensor, head_VD: Tensor, scratch: _Scratch, name: str) -> Tensor:
+    """Log-softmax of a chunk, in the buffer `name`; the buffer `work` is overwritten."""
+    logits_CV = _logits(hidden_CD, head_VD, scratch("work", len(hidden_CD)))
+    return torch.log_softmax(logits_CV, -1, out=scratch(name, len(hidden_CD)))
 
 
 def _same_vocabulary(head_VD: Tensor, teacher_head_VE: Tensor) -> None:
@@ -188,24 +211,35 @@ def _joined(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
-def _compare(student_CV: Tensor, teacher_CV: Tensor, k: int) -> dict[str, Tensor]:
-    """Health values of a chunk from log-probabilities."""
-    probs_CV = student_CV.exp()
-    # -sum p log p and the KL are each summed on their own, so that p = q gives exactly 0
-    values = {
-        "reverse_kl": ((student_CV - teacher_CV).mul_(probs_CV)).sum(-1),
-        "student_entropy": -(probs_CV * student_CV).sum(-1),
-        "teacher_entropy": -(teacher_CV.exp().mul_(teacher_CV)).sum(-1),
+def _compare(student_CV: Tensor, teacher_CV: Tensor, k: int, scratch: _Scratch) -> tuple[dict[str, Tensor], Tensor]:
+    """Health values of a chunk from log-probabilities, and the gradient of `reverse_kl` in the student's logits.
+
+    The gradient is in the student's buffer; the buffer `work` is overwritten.
+    """
+    probs_CV = torch.exp(student_CV, out=scratch("work", len(student_CV)))
+    values = _overlap(student_CV, teacher_CV, k) if k > 0 else {}
+    values["student_entropy"] = -_expectation(probs_CV, student_CV, scratch)
+    gap_CV = student_CV.sub_(teacher_CV)
+    values["reverse_kl"] = _expectation(probs_CV, gap_CV, scratch)
+    grad_CV = gap_CV.sub_(values["reverse_kl"][:, None]).mul_(probs_CV)
+    teacher_probs_CV = torch.exp(teacher_CV, out=probs_CV)
+    values["teacher_entropy"] = -_expectation(teacher_probs_CV, teacher_CV, scratch)
+    return values, grad_CV
+
+
+def _expectation(probs_CV: Tensor, values_CV: Tensor, scratch: _Scratch) -> Tensor:
+    return torch.mul(probs_CV, values_CV, out=scratch("product", len(probs_CV))).sum(-1)
+
+
+def _overlap(student_CV: Tensor, teacher_CV: Tensor, k: int) -> dict[str, Tensor]:
+    k = min(k, student_CV.shape[-1])
+    own, theirs = student_CV.topk(k, dim=-1), teacher_CV.topk(k, dim=-1)
+    same_CKK = own.indices[:, :, None] == theirs.indices[:, None, :]
+    return {
+        "overlap": same_CKK.any(-1).float().mean(-1),
+        "overlap_mass_student": (own.values.exp() * same_CKK.any(-1)).sum(-1),
+        "overlap_mass_teacher": (theirs.values.exp() * same_CKK.any(-2)).sum(-1),
     }
-    if k > 0:
-        k = min(k, student_CV.shape[-1])
-        own_CK = student_CV.topk(k, dim=-1).indices
-        teacher_CK = teacher_CV.topk(k, dim=-1).indices
-        shared_CK = (own_CK[:, :, None] == teacher_CK[:, None, :]).any(-1)
-        values["overlap"] = shared_CK.float().mean(-1)
-        values["overlap_mass_student"] = probs_CV.gather(-1, own_CK).mul(shared_CK).sum(-1)
-        values["overlap_mass_teacher"] = teacher_CV.gather(-1, own_CK).exp().mul(shared_CK).sum(-1)
-    return values
 
 
 def _tail_gap(tail_C: Tensor, teacher_CK: Tensor) -> Tensor:
@@ -218,11 +252,14 @@ def _tail_gap(tail_C: Tensor, teacher_CK: Tensor) -> Tensor:
 # ----------------------------------------------------------------------------------------- gradients by chunks
 
 
-def _chunk_logprobs(hidden_CD: Tensor, head_VD: Tensor, targets_C: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    logprobs_CV = (_logits(hidden_CD, head_VD) / temperature).log_softmax(-1)
-    known_CV = logprobs_CV.detach()
-    entropy_C = -(known_CV.exp().mul_(known_CV)).sum(-1)
-    return logprobs_CV.gather(-1, targets_C[:, None])[:, 0], entropy_C
+def _whole_logprobs(hidden_ND: Tensor, head_VD: Tensor, targets_N: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """A single chunk: the distributions are kept for the backward pass."""
+    logits_NV = hidden_ND @ head_VD.T
+    wide = torch.float64 if logits_NV.dtype == torch.float64 else torch.float32
+    logprobs_NV = (logits_NV / temperature).log_softmax(-1, dtype=wide)
+    known_NV = logprobs_NV.detach()
+    entropy_N = -(known_NV.exp() * known_NV).sum(-1)
+    return logprobs_NV.gather(-1, targets_N[:, None])[:, 0], entropy_N
 
 
 class _Gradients:
@@ -250,33 +287,37 @@ class _Gradients:
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_ND: Tensor, head_VD: Tensor, targets_N: Tensor, temperature: float, chunk: int
+        ctx: Any, hidden_ND: Tensor, head_VD: Tensor, targets_N: Tensor, temperature: float, chunk: int | None
     ) -> tuple[Tensor, Tensor]:
-        parts = [
-            _chunk_logprobs(hidden_ND[rows], head_VD, targets_N[rows], temperature)
-            for rows in _chunks(len(hidden_ND), chunk)
-        ]
-        logprobs_N, entropy_N = (torch.cat(part) for part in zip(*parts, strict=True))
+        logprobs, entropies = [], []
+        chunks, scratch = _split(hidden_ND, head_VD, chunk)
+        for rows in chunks:
+            logprobs_CV = _logprobs(hidden_ND[rows] / temperature, head_VD, scratch, "student")
+            probs_CV = torch.exp(logprobs_CV, out=scratch("work", len(logprobs_CV)))
+            logprobs.append(logprobs_CV.gather(-1, targets_N[rows, None])[:, 0])
+            entropies.append(-_expectation(probs_CV, logprobs_CV, scratch))
         ctx.save_for_backward(hidden_ND, head_VD, targets_N)
         ctx.temperature, ctx.chunk = temperature, chunk
+        entropy_N = torch.cat(entropies)
         ctx.mark_non_differentiable(entropy_N)
-        return logprobs_N, entropy_N
+        return torch.cat(logprobs), entropy_N
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_N: Tensor, _entropy: Tensor) -> tuple[Tensor | None, ...]:
         hidden_ND, head_VD, targets_N = ctx.saved_tensors
         gradients = _Gradients(hidden_ND, head_VD, *ctx.needs_input_grad[:2])
-        for rows in _chunks(len(hidden_ND), ctx.chunk):
-            probs_CV = _logits(hidden_ND[rows], head_VD).div_(ctx.temperature).softmax(-1)
-            scale_C1 = (grad_N[rows] / ctx.temperature)[:, None]
+        chunks, scratch = _split(hidden_ND, head_VD, ctx.chunk)
+        for rows in chunks:
+            probs_CV = _logprobs(hidden_ND[rows] / ctx.temperature, head_VD, scratch, "student").exp_()
+            scale_C1 = (grad_N[rows, None] / ctx.temperature).to(probs_CV.dtype)
             grad_CV = probs_CV.mul_(-scale_C1)
-            gradients.add(rows, grad_CV.scatter_add_(-1, targets_N[rows][:, None], scale_C1))
+            gradients.add(rows, grad_CV.scatter_add_(-1, targets_N[rows, None], scale_C1))
         return gradients.hidden_ND, gradients.head_VD, None, None, None
 
 
-# Of a chunk's logits_CV and its rows: per-token values, and the gradient of one of them in the logits.
-_Form = Callable[[Tensor, slice], tuple[dict[str, Tensor], Tensor]]
+# Of the rows of a chunk: per-token values, and the gradient of one of them in the student's logits.
+_Form = Callable[[slice, _Scratch], tuple[dict[str, Tensor], Tensor]]
 
 
 def _weighted(
@@ -284,7 +325,6 @@ def _weighted(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """(sum_n weights_n values[loss]_n, values)."""
     values: dict[str, Tensor] = {}
-    chunk = chunk or _chunk_tokens(hidden_ND, head_VD)
     total = _WeightedLoss.apply(  # type: ignore[no-untyped-call]
         hidden_ND, head_VD, weights_N, form, loss, chunk, values
     )
@@ -300,14 +340,15 @@ class _WeightedLoss(torch.autograd.Function):
         weights_N: Tensor | None,
         form: _Form,
         loss: str,
-        chunk: int,
+        chunk: int | None,
         values: dict[str, Tensor],
     ) -> Tensor:
         """`values` is filled in."""
         gradients = _Gradients(hidden_ND, head_VD, *ctx.needs_input_grad[:2])
         parts = []
-        for rows in _chunks(len(hidden_ND), chunk):
-            part, grad_CV = form(_logits(hidden_ND[rows], head_VD), rows)
+        chunks, scratch = _split(hidden_ND, head_VD, chunk)
+        for rows in chunks:
+            part, grad_CV = form(rows, scratch)
             parts.append(part)
             gradients.add(rows, grad_CV if weights_N is None else grad_CV.mul_(weights_N[rows][:, None]))
         values.update(_joined(parts))

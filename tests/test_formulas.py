@@ -1,0 +1,76 @@
+import subprocess
+import sys
+
+import pytest
+
+from opdctl.formulas import describe_opd, describe_rlvr
+from opdctl.settings import OpdSettings, RlvrSettings
+
+DATA = {"tasks": ["math"]}
+ROLLOUT = {"prompts": 8, "group_size": 4, "max_prompt_tokens": 32, "max_completion_tokens": 24}
+TRAIN = {"max_steps": 10, "global_batch_size": 8, "optimizer": {"lr": 1e-3}}
+COMMON = {"data": DATA, "rollout": ROLLOUT, "train": TRAIN}
+
+
+def rlvr(**changed):
+    return describe_rlvr(RlvrSettings.model_validate({**COMMON, **changed}))
+
+
+def opd(loss, **changed):
+    return describe_opd(
+        OpdSettings.model_validate({**COMMON, "loss": loss, "route_by": ["domain", "effort"], **changed})
+    )
+
+
+def test_rlvr_shows_its_clip_its_advantage_and_its_aggregation():
+    text = rlvr(clip={"low": 0.2, "high": 0.28}, advantage="leave_one_out", aggregation="constant")
+    assert text == (
+        "-min(r A, clip(r, 0.8, 1.28) A), r = pi/pi_old, A = r - mean(others of the group), group of 4; "
+        "token sum / 24, mean over sequences"
+    )
+
+
+@pytest.mark.parametrize(
+    ("placement", "shown"), [("loss", "loss + 0.05 KL(pi || pi_ref)"), ("reward", "reward - 0.05 KL(")]
+)
+def test_rlvr_shows_where_its_kl_goes(placement, shown):
+    assert shown in rlvr(kl={"estimator": "k3", "coef": 0.05, "placement": placement})
+
+
+def test_rlvr_shows_what_changes_its_rewards_and_groups():
+    budget = {"samples": 4, "percentile": 50, "over": "finished", "effort": "max"}
+    text = rlvr(
+        effort={"tau": 0.5, "tau_from": 2.0, "budget": budget},
+        overlong={"handling": "soft_penalty", "buffer_tokens": 6},
+        dynamic_sampling={"max_rounds": 3},
+    )
+    assert "reward -1 if T(y) > tau b0(x), tau 2 -> 0.5" in text
+    assert "reward falls by 1 over the last 6 tokens" in text
+    assert "tied groups replaced, up to 3 rollout batches" in text
+    assert text.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("loss", "formula", "support"),
+    [
+        ({"form": "policy_gradient", "max_advantage": 5}, "A = clip(log(pi_T/pi), -5, 5)", "sampled token"),
+        ({"form": "topk", "k": 8}, "sum_S pi log(pi/pi_T) + sum_S (pi_T - pi)", "teacher's top 8"),
+        ({"form": "topk", "k": 8, "rest": "lumped_tail"}, "+ P log(P/P_T), P = 1 - sum_S pi", "teacher's top 8"),
+        ({"form": "full_vocab"}, "sum_v pi log(pi/pi_T)", "whole vocabulary"),
+    ],
+)
+def test_opd_shows_its_formula_direction_support_and_routing(loss, formula, support):
+    text = opd(loss)
+    assert formula in text
+    assert f"reverse KL(pi || pi_T) on the student's rollouts, support: {support}" in text
+    assert text.endswith("teacher by domain, effort")
+
+
+def test_opd_shows_its_aggregation():
+    assert "mean over sequences of their token means" in opd({"form": "full_vocab"})
+    assert "mean over all tokens" in opd({"form": "full_vocab"}, aggregation="token_mean")
+
+
+def test_formulas_need_no_torch():
+    code = "import sys, opdctl.formulas; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
