@@ -18,9 +18,9 @@ Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 
 
 def _axis_value(value: Any) -> Any:
-    if isinstance(value, str | int | float) and not isinstance(value, bool) and re.match(NAME_PATTERN, str(value)):
-        return value
-    raise ValueError("must be a name (letters, digits and _ . -, starting with a letter or digit) or a number >= 0")
+    if type(value) not in (str, int, float) or not re.match(NAME_PATTERN, str(value)):
+        raise ValueError("must be a name (letters, digits and _ . -, starting with a letter or digit) or a number >= 0")
+    return value
 
 
 AxisValue = Annotated[Any, AfterValidator(_axis_value)]  # str, int or float; `${each.AXIS}` keeps its type
@@ -102,12 +102,11 @@ class FileTask(Settings):
 
 
 def _task_tag(value: Any) -> Any:
-    return value.get("task", "file") if isinstance(value, dict) else getattr(value, "task", "file")
+    return value.get("task", "file") if isinstance(value, dict) else value.task
 
 
-TaskSettings = Annotated[
-    Annotated[ChainTask, Tag("chain")] | Annotated[FileTask, Tag("file")], Discriminator(_task_tag)
-]
+_Task = Annotated[ChainTask, Tag("chain")] | Annotated[FileTask, Tag("file")]
+TaskSettings = Annotated[_Task, Discriminator(_task_tag)]
 
 
 class EffortSettings(Settings):
@@ -340,13 +339,9 @@ def _input_tag(value: Any) -> str:
     return "list" if isinstance(value, list) else "model" if isinstance(value, dict | WeightedInput) else "reference"
 
 
-OneInput = Annotated[
-    Annotated[str, Tag("reference")] | Annotated[WeightedInput, Tag("model")], Discriminator(_input_tag)
-]
-InputValue = Annotated[
-    Annotated[str, Tag("reference")] | Annotated[WeightedInput, Tag("model")] | Annotated[list[OneInput], Tag("list")],
-    Discriminator(_input_tag),
-]
+_One = Annotated[str, Tag("reference")] | Annotated[WeightedInput, Tag("model")]
+_Several = Annotated[list[Annotated[_One, Discriminator(_input_tag)]], Tag("list")]
+InputValue = Annotated[_One | _Several, Discriminator(_input_tag)]
 
 
 class _Stage(Settings):

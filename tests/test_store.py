@@ -1,45 +1,12 @@
 import errno
-import json
 import os
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
+from checkpoints import begin, output, record, weights
 
-from opdctl import store as store_module
-from opdctl.errors import ConfigError, OpdctlError, RunBusy
-from opdctl.store import Parent, Record, RunDir, StageDir, Workspace, disk_errors, write_json
-
-
-def record(record_id="r1", fingerprint="f", parents=(), **more) -> Record:
-    values = {
-        "id": record_id,
-        "run": "run",
-        "stage": "sft",
-        "kind": "sft",
-        "step": 5,
-        "fingerprint": fingerprint,
-        "identity": {"seed": 0},
-        "parents": [Parent("init", "base", "stage:base", parent) for parent in parents],
-        "metrics": {"loss": 0.5},
-        "labels": {},
-        "created": record_id,
-        "opdctl_version": "0",
-        "code": "",
-        "argv": [],
-        "seconds": 1.0,
-    }
-    return Record(**(values | more))
-
-
-def output(stage: StageDir, text="weights") -> Path:
-    folder = stage.new_attempt().output
-    (folder / "model.safetensors").write_text(text)
-    (folder / "deep").mkdir()
-    (folder / "deep" / "part.json").write_text("{}")
-    return folder
+from opdctl.errors import ConfigError, OpdctlError
+from opdctl.store import RunDir, StageDir, Workspace, disk_errors
 
 
 @pytest.fixture
@@ -50,10 +17,6 @@ def run(workspace: Path) -> RunDir:
 @pytest.fixture
 def stage(run: RunDir) -> StageDir:
     return run.stage("sft")
-
-
-def weights(stage: StageDir) -> str:
-    return (stage.checkpoint / "model.safetensors").read_text()
 
 
 # ---------------------------------------------------------------------------------------------- records
@@ -120,11 +83,6 @@ def test_a_touched_but_equal_file_passes(stage):
 # ---------------------------------------------------------------------------------------------- state
 
 
-def begin(stage, identity, parents=(), step=3, resume=False):
-    stage.begin(identity, record(parents=parents).parents, resume=resume)
-    write_json(stage.state / "step.json", {"step": step})
-
-
 def test_state_belongs_to_the_identity_that_began_it(stage):
     begin(stage, {"lr": 1}, ["p"])
     assert (stage.unfinished(), stage.unfinished_parents(), stage.state_step()) == ({"lr": 1}, ["p"], 3)
@@ -168,95 +126,6 @@ def test_a_new_attempt_deletes_what_dead_ones_left(stage):
     left = output(stage)
     attempt = stage.new_attempt()
     assert (attempt.number, list(attempt.output.iterdir()), left.exists()) == (2, [], False)
-
-
-# ---------------------------------------------------------------------------------------------- kills
-
-
-class Killed(BaseException):
-    """Stands for SIGKILL: nothing that the code does afterwards may be needed."""
-
-
-CHANGING = ("replace", "symlink", "unlink", "rmdir", "mkdir", "fsync", "open", "link", "rename")
-
-
-def _killed_at(monkeypatch, number: int):
-    """The number-th call that changes or flushes something on disk dies before it does."""
-    count = iter(range(10**9))
-
-    def dying(real):
-        def call(*args, **kwargs):
-            if next(count) == number:
-                raise Killed
-            return real(*args, **kwargs)
-
-        return call
-
-    for name in CHANGING:
-        monkeypatch.setattr(os, name, dying(getattr(os, name)))
-    return count
-
-
-def test_a_kill_at_any_call_of_publish_leaves_the_old_checkpoint_or_the_new(workspace):
-    kept = []
-    for number in range(200):
-        stage = Workspace(workspace).run(f"run{number}").stage("sft")
-        stage.publish(output(stage, "old"), record("r1"))
-        begin(stage, {"seed": 1})
-        folder, done = output(stage, "new!"), False
-        with pytest.MonkeyPatch.context() as patch:
-            _killed_at(patch, number)
-            try:
-                stage.publish(folder, record("r2", identity={"seed": 1}))
-                done = True
-            except Killed:
-                pass
-        found = stage.record()
-        assert found is not None
-        assert weights(stage) == {"r1": "old", "r2": "new!"}[found.id]
-        if found.id == "r1":
-            assert stage.unfinished() == {"seed": 1}  # so the next run resumes
-        assert {"r1"} <= {r.id for r in stage.records()}
-        kept.append(found.id)
-        stage.begin({"seed": 2}, [], resume=False)  # the next attempt works on what is left
-        stage.publish(output(stage, "again"), record("r3"))
-        assert (weights(stage), stage.unfinished()) == ("again", None)
-        if done:
-            break
-    assert kept == sorted(kept)  # r1 up to one point, r2 from there
-    assert len(kept) > 10
-
-
-def test_a_kill_at_any_call_of_reuse_leaves_a_checkpoint(workspace):
-    other = Workspace(workspace).run("other").stage("sft")
-    other.publish(output(other, "theirs"), record("r0"))
-    for number in range(50):
-        stage = Workspace(workspace).run(f"run{number}").stage("sft")
-        stage.publish(output(stage, "old"), record("r1"))
-        with pytest.MonkeyPatch.context() as patch:
-            _killed_at(patch, number)
-            try:
-                stage.reuse(other)
-                return
-            except Killed:
-                pass
-        assert weights(stage) == {"r0": "theirs", "r1": "old"}[stage.record().id]
-    pytest.fail("reuse never came to its end")
-
-
-def test_a_kill_at_any_call_of_write_json_leaves_the_old_or_the_new(workspace):
-    path = workspace / "x.json"
-    for number in range(20):
-        write_json(path, "old")
-        with pytest.MonkeyPatch.context() as patch:
-            _killed_at(patch, number)
-            try:
-                write_json(path, "new")
-                return
-            except Killed:
-                pass
-        assert json.loads(path.read_text()) in ("old", "new")
-    pytest.fail("write_json never came to its end")
 
 
 # ---------------------------------------------------------------------------------------------- reuse
@@ -357,126 +226,3 @@ def test_a_disk_that_cannot_be_written_is_told_with_the_path_and_a_remedy(worksp
 def test_other_errors_of_the_disk_are_not_dressed_up(workspace):
     with pytest.raises(FileNotFoundError), disk_errors(workspace):
         (workspace / "nothing").read_text()
-
-
-# ---------------------------------------------------------------------------------------------- lock
-
-HOLD = """
-import sys, time
-from pathlib import Path
-from opdctl.store import Workspace
-with Workspace(Path(sys.argv[1])).run("run").lock() as fd:
-    print("held", flush=True)
-    {then}
-"""
-ORPHAN = """
-    import os, signal
-    attempt = Workspace(Path(sys.argv[1])).run("run").stage("sft").new_attempt()
-    if os.fork() == 0:
-        os.setsid()
-        signal.signal(signal.SIGTERM, {handler})
-        attempt.note_worker(os.getpid())
-        print(os.getpid(), flush=True)
-        time.sleep(300)
-    time.sleep(300)
-"""
-
-
-def _holder(workspace: Path, then="time.sleep(300)") -> subprocess.Popen:
-    code = HOLD.format(then=then)
-    process = subprocess.Popen([sys.executable, "-c", code, str(workspace)], stdout=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == "held\n"
-    return process
-
-
-@pytest.fixture
-def holder(workspace):
-    with _holder(workspace) as process:
-        yield process
-        process.kill()
-
-
-def test_a_run_is_held_by_one(run, holder):
-    with pytest.raises(RunBusy, match=rf"in use by process {holder.pid} on .*, since 20") as caught, run.lock():
-        pass
-    assert f"kill {holder.pid}" in caught.value.hint
-
-
-def test_a_run_held_by_a_killed_process_is_free(run, holder):
-    holder.kill()
-    holder.wait()
-    with run.lock():
-        assert json.loads((run.path / ".lock").read_text())["pid"] == os.getpid()
-
-
-def test_a_lock_is_inherited_and_ends_with_the_block(run):
-    with run.lock() as descriptor:
-        assert os.get_inheritable(descriptor)
-    with run.lock():
-        pass
-
-
-@pytest.mark.parametrize(
-    ("handler", "patience", "told"),
-    [("lambda *a: os._exit(0)", 30.0, ["stopping worker"]), ("signal.SIG_IGN", 0.3, ["stopping worker", "killing"])],
-)
-def test_workers_left_behind_are_stopped(run, workspace, monkeypatch, handler, patience, told):
-    monkeypatch.setattr("opdctl.lock.PATIENCE_S", patience)
-    with _holder(workspace, ORPHAN.format(handler=handler).strip()) as process:
-        worker = int(process.stdout.readline())
-        process.kill()
-    texts: list[str] = []
-    with run.lock(texts.append):
-        assert [any(text.startswith(word) and str(worker) in text for text in texts) for word in told] == [True] * len(
-            told
-        )
-    assert not run.stage("sft").attempts()[0].lives()
-
-
-def test_a_recycled_process_number_is_never_signalled(run):
-    bystander = subprocess.Popen(["sleep", "60"], start_new_session=True)
-    try:
-        attempt = run.stage("sft").new_attempt()
-        attempt.note_worker(bystander.pid)
-        note = json.loads(attempt.worker.read_text())
-        assert attempt.lives()
-        write_json(attempt.worker, note | {"start": note["start"] - 1})
-        assert not attempt.lives()
-        store_module.lock._stop([attempt.worker], pytest.fail)
-        assert bystander.poll() is None
-    finally:
-        bystander.kill()
-        bystander.wait()
-
-
-def test_a_lock_file_that_says_nothing_is_still_a_lock(run, workspace, monkeypatch):
-    monkeypatch.setattr("opdctl.lock.UNKNOWN_S", 0.1)
-    with _holder(workspace) as process:
-        (run.path / ".lock").write_text("")
-        with pytest.raises(RunBusy, match="in use"), run.lock():
-            pass
-        process.kill()
-
-
-def test_an_orchestrator_killed_while_publishing_loses_nothing(workspace):
-    """SIGKILL at random instants of a process that publishes over and over: always a whole checkpoint in force."""
-    code = """
-import sys; sys.path[:0] = sys.argv[2:]
-from pathlib import Path
-from test_store import output, record
-from opdctl.store import Workspace
-stage = Workspace(Path(sys.argv[1])).run("run").stage("sft")
-while True:
-    number = Workspace.new_record_id()
-    stage.publish(output(stage, number), record(number))
-    print(number, flush=True)
-"""
-    stage = Workspace(workspace).run("run").stage("sft")
-    for at in range(4):
-        command = [sys.executable, "-c", code, str(workspace), str(Path(__file__).parent)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-            process.stdout.readline()
-            time.sleep(0.005 * at)
-            process.kill()
-        assert weights(stage) == stage.record().id
-        assert stage.verify_digests(full=True) == []

@@ -1,0 +1,43 @@
+"""Makes checkpoints and half-trained state as runs leave them."""
+
+from pathlib import Path
+
+from opdctl.store import Parent, Record, StageDir, write_json
+
+
+def record(record_id="r1", fingerprint="f", parents=(), **more) -> Record:
+    values = {
+        "id": record_id,
+        "run": "run",
+        "stage": "sft",
+        "kind": "sft",
+        "step": 5,
+        "fingerprint": fingerprint,
+        "identity": {"seed": 0},
+        "parents": [Parent("init", "base", "stage:base", parent) for parent in parents],
+        "metrics": {"loss": 0.5},
+        "labels": {},
+        "created": record_id,
+        "opdctl_version": "0",
+        "code": "",
+        "argv": [],
+        "seconds": 1.0,
+    }
+    return Record(**(values | more))
+
+
+def output(stage: StageDir, text="weights") -> Path:
+    folder = stage.new_attempt().output
+    (folder / "model.safetensors").write_text(text)
+    (folder / "deep").mkdir()
+    (folder / "deep" / "part.json").write_text("{}")
+    return folder
+
+
+def weights(stage: StageDir) -> str:
+    return (stage.checkpoint / "model.safetensors").read_text()
+
+
+def begin(stage, identity, parents=(), step=3, resume=False):
+    stage.begin(identity, record(parents=parents).parents, resume=resume)
+    write_json(stage.state / "step.json", {"step": step})

@@ -1,0 +1,113 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from opdctl import lock
+from opdctl.errors import RunBusy
+from opdctl.store import Workspace, write_json
+
+
+@pytest.fixture
+def run(workspace: Path):
+    return Workspace(workspace).run("run")
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from opdctl.store import Workspace
+with Workspace(Path(sys.argv[1])).run("run").lock() as fd:
+    print("held", flush=True)
+    {then}
+"""
+ORPHAN = """
+    import os, signal
+    attempt = Workspace(Path(sys.argv[1])).run("run").stage("sft").new_attempt()
+    if os.fork() == 0:
+        os.setsid()
+        signal.signal(signal.SIGTERM, {handler})
+        attempt.note_worker(os.getpid())
+        print(os.getpid(), flush=True)
+        time.sleep(300)
+    time.sleep(300)
+"""
+
+
+def _holder(workspace: Path, then="time.sleep(300)") -> subprocess.Popen:
+    code = HOLD.format(then=then)
+    process = subprocess.Popen([sys.executable, "-c", code, str(workspace)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+@pytest.fixture
+def holder(workspace):
+    with _holder(workspace) as process:
+        yield process
+        process.kill()
+
+
+def test_a_run_is_held_by_one(run, holder):
+    with pytest.raises(RunBusy, match=rf"in use by process {holder.pid} on .*, since 20") as caught, run.lock():
+        pass
+    assert f"kill {holder.pid}" in caught.value.hint
+
+
+def test_a_run_held_by_a_killed_process_is_free(run, holder):
+    holder.kill()
+    holder.wait()
+    with run.lock():
+        assert json.loads((run.path / ".lock").read_text())["pid"] == os.getpid()
+
+
+def test_a_lock_is_inherited_and_ends_with_the_block(run):
+    with run.lock() as descriptor:
+        assert os.get_inheritable(descriptor)
+    with run.lock():
+        pass
+
+
+@pytest.mark.parametrize(
+    ("handler", "patience", "told"),
+    [("lambda *a: os._exit(0)", 30.0, ["stopping worker"]), ("signal.SIG_IGN", 0.3, ["stopping worker", "killing"])],
+)
+def test_workers_left_behind_are_stopped(run, workspace, monkeypatch, handler, patience, told):
+    monkeypatch.setattr("opdctl.lock.PATIENCE_S", patience)
+    with _holder(workspace, ORPHAN.format(handler=handler).strip()) as process:
+        worker = int(process.stdout.readline())
+        process.kill()
+    texts: list[str] = []
+    with run.lock(texts.append):
+        assert [any(text.startswith(word) and str(worker) in text for text in texts) for word in told] == [True] * len(
+            told
+        )
+    assert not run.stage("sft").attempts()[0].lives()
+
+
+def test_a_recycled_process_number_is_never_signalled(run):
+    bystander = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    try:
+        attempt = run.stage("sft").new_attempt()
+        attempt.note_worker(bystander.pid)
+        note = json.loads(attempt.worker.read_text())
+        assert attempt.lives()
+        write_json(attempt.worker, note | {"start": note["start"] - 1})
+        assert not attempt.lives()
+        lock._stop([attempt.worker], pytest.fail)
+        assert bystander.poll() is None
+    finally:
+        bystander.kill()
+        bystander.wait()
+
+
+def test_a_lock_file_that_says_nothing_is_still_a_lock(run, workspace, monkeypatch):
+    monkeypatch.setattr("opdctl.lock.UNKNOWN_S", 0.1)
+    with _holder(workspace) as process:
+        (run.path / ".lock").write_text("")
+        with pytest.raises(RunBusy, match="in use"), run.lock():
+            pass
+        process.kill()
