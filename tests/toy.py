@@ -108,7 +108,7 @@ class Notes(Silent):
         return [call[1:] for call in self.calls if call[0] == kind]
 
 
-def killable(folder: Path) -> Pipeline:
+def killable(folder: Path, **more) -> Pipeline:
     """Two stages side by side between one before and one after, some tenths of a second in all."""
     stages = {
         "sft": sft(steps=15),
@@ -117,10 +117,11 @@ def killable(folder: Path) -> Pipeline:
         "c": sft("stage:a", steps=10),
         "eval": evaluation("stage:sft", "stage:b", "stage:c"),
     }
-    return pipeline(stages, knobs={"plain": {"sleep_ms": 15}}, folder=folder)
+    return pipeline(stages, knobs={"plain": {"sleep_ms": 15}}, folder=folder, **more)
 
 
 if __name__ == "__main__":
-    outcome = run(killable(Path(sys.argv[1])))
+    tracking = {"enabled": "tracked" in sys.argv[2:]}
+    outcome = run(killable(Path(sys.argv[1]), tracking=tracking))
     print(outcome)
     sys.exit(130 if outcome.interrupted else 1 if outcome.failed else 0)

@@ -13,29 +13,52 @@ LONGEST_PARAM = 5_900  # below MLflow's limit of 6,000, past which it cuts and w
 LONGEST_TAG = 4_900  # below the 5,000 of older servers
 
 
-def safe_name(name: str) -> str:
-    """A key that MLflow accepts: other characters become `:` and two hex digits a byte; see `original_name`.
+FAN_OUT = re.compile(r"([^\[\]]+)\[([\w.-]+=[^\[\],=]*(?:,[\w.-]+=[^\[\],=]*)*)\]")  # max[domain=general,effort=low]
 
-    Only a name that is still longer than 250 characters cannot be turned back: its end is a digest.
+
+def safe_name(name: str) -> str:
+    """A key that MLflow accepts and people can read; `original_name` turns it back.
+
+    The address `max[domain=general,effort=low]` becomes `max domain:general effort:low`; any other character that
+    MLflow refuses becomes `:` and two hex digits a byte. Only a name that is then longer than 250 characters cannot be
+    turned back: it ends in a digest.
     """
-    parts = [re.sub(r"[^\w.\- ]|^\.", _escape, part) or ":_" for part in name.split("/")]
-    safe = "/".join(parts)
+    safe = "/".join(_safe_part(part) for part in name.split("/"))
     if len(safe) <= LONGEST_NAME:
         return safe
     digest = hashlib.sha256(name.encode()).hexdigest()[:12]
-    return f"{safe[: LONGEST_NAME - 14]}:~{digest}"
+    return f"{safe[: LONGEST_NAME - 13]}-{digest}"
 
 
-def _escape(found: re.Match[str]) -> str:
-    return "".join(f":{byte:02x}" for byte in found[0].encode())
+def _safe_part(part: str) -> str:
+    if (address := FAN_OUT.fullmatch(part)) is None:
+        return _escape(part) or ":_"
+    pairs = [pair.split("=") for pair in address[2].split(",")]
+    return " ".join([_escape(address[1]), *(f"{axis}:{_escape(value)}" for axis, value in pairs)])
+
+
+def _escape(text: str) -> str:
+    """A leading dot counts as refused, for `..` is; the blank, because it separates axes."""
+    return re.sub(r"[^\w.-]|^\.", lambda found: "".join(f":{byte:02x}" for byte in found[0].encode()), text)
 
 
 def original_name(safe: str) -> str:
     """The inverse of `safe_name`."""
-    plain = safe.replace(":_", "")
-    return re.sub(
-        r"(?::[0-9a-f]{2})+", lambda found: bytes.fromhex(found[0].replace(":", "")).decode(errors="replace"), plain
-    )
+    return "/".join(_original_part(part) for part in safe.split("/"))
+
+
+def _original_part(part: str) -> str:
+    if part == ":_":
+        return ""
+    base, *axes = part.split(" ")
+    pairs = [axis.split(":", 1) for axis in axes]
+    shown = ",".join(f"{axis}={_unescape(value)}" for axis, value in pairs)
+    return f"{_unescape(base)}[{shown}]" if axes else _unescape(base)
+
+
+def _unescape(text: str) -> str:
+    codes = re.compile(r"(?::[0-9a-f]{2})+")
+    return codes.sub(lambda found: bytes.fromhex(found[0].replace(":", "")).decode(), text)
 
 
 @dataclass

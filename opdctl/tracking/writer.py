@@ -304,13 +304,13 @@ def connect(target: Target) -> "MlflowClient":
     logging.getLogger("alembic").setLevel(logging.WARNING)
     from mlflow import MlflowClient
 
-    client = MlflowClient(tracking_uri=target.uri)
     if target.database is None:
-        return client
+        return MlflowClient(tracking_uri=target.uri)
     with open(target.database.with_suffix(".lock"), "w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
+        client = MlflowClient(tracking_uri=target.uri)
         client.search_experiments(max_results=1)
-    return client
+        return client
 
 
 def _curve(run: "Run") -> Curve:
