@@ -142,5 +142,5 @@ def _common_prefix(sequences: Items[Sequence], run: range) -> int:
 def _tree_mask(branch_BT: np.ndarray) -> np.ndarray:
     """bool [B, 1, T, T]: a query sees earlier keys of the trunk and of its own branch."""
     seen_BTT = (branch_BT[:, None, :] == 0) | (branch_BT[:, None, :] == branch_BT[:, :, None])
-    seen_BTT &= np.tri(branch_BT.shape[1], dtype=bool)
-    return seen_BTT[:, None]
+    mask_BTT: np.ndarray = (seen_BTT & np.tri(branch_BT.shape[1], dtype=bool))[:, None]
+    return mask_BTT

@@ -1,9 +1,10 @@
 """A Qwen3 network with a forward and backward pass written for small shapes, where overhead outweighs arithmetic.
 
 Same parameters, names and results as `transformers.Qwen3ForCausalLM`. Faster because q, k and v (gate and up) are one
-product, norms, rotation and SwiGLU have hand-written gradients, and the last layer ends only where a token is wanted.
+product, the rest of a layer has hand-written gradients, and the last layer ends only where a token is wanted.
 
-Legend: B rows, T columns, N wanted positions, D hidden size, H query heads, K key heads, h size of a head.
+Legend: B rows, T columns, P prompt columns, N wanted positions, D hidden size, H query heads, K key heads, h size of
+a head, `room` columns of the cache.
 """
 
 from collections.abc import Callable
@@ -12,147 +13,11 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx, once_differentiable
 from transformers import PreTrainedConfig, Qwen3Config
 
 from opdctl.engine.batch import TokenBatch
+from opdctl.engine.fused import attend, norm_rotate, rms_norm, rotate, scaled_rms, swiglu
 from opdctl.engine.policy import Cache, Policy
-
-
-_SMALL = 128  # columns up to which attention keeps its probabilities
-
-
-class _Context(FunctionCtx):
-    saved_tensors: tuple[Tensor, ...]
-
-
-class _RmsNorm(torch.autograd.Function):
-    """y = w x / rms(x) over the last axis; the statistics in float32."""
-
-    @staticmethod
-    def forward(ctx: _Context, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        unit, scale = _unit_rms(x, eps)
-        ctx.save_for_backward(unit, scale, weight)
-        return unit * weight
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        unit, scale, weight = ctx.saved_tensors
-        grad_weight = (grad * unit).flatten(0, -2).sum(0)
-        return _unit_rms_backward(grad * weight, unit, scale), grad_weight, None
-
-
-class _NormRotate(torch.autograd.Function):
-    """RMS norm of every head, then the rotary embedding. x [B, T, H, h], weight [H, h], cos and sin [B, T, 1, h]."""
-
-    @staticmethod
-    def forward(ctx: _Context, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
-        unit, scale = _unit_rms(x, eps)
-        ctx.save_for_backward(unit, scale, weight, cos, sin)
-        return _rotate(unit * weight, cos, sin)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        unit, scale, weight, cos, sin = ctx.saved_tensors
-        grad = _rotate(grad, cos, -sin)
-        grad_weight = (grad * unit).sum((0, 1))
-        return _unit_rms_backward(grad.mul_(weight), unit, scale), grad_weight, None, None, None
-
-
-class _SwiGlu(torch.autograd.Function):
-    """silu(gate) * up, from [gate, up] side by side."""
-
-    @staticmethod
-    def forward(ctx: _Context, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, -1)
-        opened = gate.sigmoid()
-        active = gate * opened
-        ctx.save_for_backward(up, opened, active)
-        return active * up
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: _Context, grad: Tensor) -> Tensor:
-        up, opened, active = ctx.saved_tensors
-        grad_gate_up = torch.empty(*grad.shape[:-1], 2 * grad.shape[-1], dtype=grad.dtype, device=grad.device)
-        grad_gate, grad_up = grad_gate_up.chunk(2, -1)
-        torch.mul(grad, active, out=grad_up)
-        slope = (1 - opened).mul_(active).add_(opened)  # of silu, without a second exponential
-        torch.mul(grad, up, out=grad_gate).mul_(slope)
-        return grad_gate_up
-
-
-class _SmallAttention(torch.autograd.Function):
-    """softmax(q k' / sqrt(h) + bias) v with the probabilities kept: for short rows much faster than the fused kernel.
-
-    q [B, H, T, h]; k and v [B, K, T, h], each serving H/K queries; bias [B or 1, 1, T, T].
-    """
-
-    @staticmethod
-    def forward(ctx: _Context, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-        rows, heads, columns, size = q.shape
-        q = (q * size**-0.5).reshape(-1, heads // k.shape[1] * columns, size)  # queries of a key head side by side
-        k, v = k.reshape(-1, columns, size), v.reshape(-1, columns, size)
-        scores = torch.bmm(q, k.transpose(1, 2)).view(rows, heads, columns, columns).add_(bias)
-        probs = scores.softmax(-1).view(-1, q.shape[1], columns)
-        ctx.save_for_backward(q, k, v, probs)
-        return torch.bmm(probs, v).view(rows, heads, columns, size)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        q, k, v, probs = ctx.saved_tensors
-        rows, heads, columns, size = grad.shape
-        grad = grad.reshape(q.shape)
-        grad_v = torch.bmm(probs.transpose(1, 2), grad)
-        grad_probs = torch.bmm(grad, v.transpose(1, 2))
-        grad_scores = torch.ops.aten._softmax_backward_data(grad_probs, probs, -1, probs.dtype)
-        grad_q = torch.bmm(grad_scores, k).mul_(size**-0.5).view(rows, heads, columns, size)
-        grad_k = torch.bmm(grad_scores.transpose(1, 2), q)
-        return grad_q, grad_k.view(rows, -1, columns, size), grad_v.view(rows, -1, columns, size), None
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
-    """[B, T, H h]; shapes as in `_SmallAttention`, `bias` None: causal."""
-    columns = q.shape[2]
-    if columns <= _SMALL and q.device.type == "cpu" and q.dtype != torch.bfloat16:
-        if bias is None:
-            bias = torch.full((columns, columns), float("-inf"), dtype=q.dtype).triu_(1)
-        attended: Tensor = _SmallAttention.apply(q, k, v, bias)  # type: ignore[no-untyped-call]
-    else:
-        shared = q.shape[1] // k.shape[1]
-        k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
-        attended = F.scaled_dot_product_attention(q, k, v, bias, is_causal=bias is None)
-    return attended.transpose(1, 2).flatten(2)
-
-
-def _unit_rms(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    wide = x if x.dtype == torch.float64 else x.float()
-    scale = wide.square().sum(-1, keepdim=True).mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
-    return (wide * scale).to(x.dtype), scale
-
-
-def _unit_rms_backward(grad: Tensor, unit: Tensor, scale: Tensor) -> Tensor:
-    """Gradient of x / rms(x). Overwrites `grad`."""
-    along = (grad * unit).mean(-1, keepdim=True)
-    return grad.addcmul_(unit, along, value=-1).mul_(scale.to(grad.dtype))
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (x_i, x_{i + h/2}); the first half of `sin` holds -sin."""
-    return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, -1), sin)
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    normed: Tensor = _RmsNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
-    return normed
-
-
-def _scaled_rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`rms_norm` without the bookkeeping of a gradient."""
-    return _unit_rms(x, eps)[0].mul_(weight)
 
 
 class _Weight(nn.Module):
@@ -223,9 +88,7 @@ class _Layer(nn.Module):
         rotated = self.heads + self.key_heads
         normed = rms_norm(x_BTD, self.input_layernorm.weight, self.eps)
         heads = F.linear(normed, joined.qkv).view(*x_BTD.shape[:2], -1, self.head_dim)
-        qk: Tensor = _NormRotate.apply(  # type: ignore[no-untyped-call]
-            heads[:, :, :rotated], joined.qk_norm, cos, sin, self.eps
-        )
+        qk = norm_rotate(heads[:, :, :rotated], joined.qk_norm, cos, sin, self.eps)
         q, k, v = qk[:, :, : self.heads], qk[:, :, self.heads :], heads[:, :, rotated:]
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
@@ -233,8 +96,7 @@ class _Layer(nn.Module):
         """What follows attention, for any leading shape: output projection, MLP, both residual."""
         x = x + F.linear(attended, self.self_attn.o_proj.weight)
         normed = rms_norm(x, self.post_attention_layernorm.weight, self.eps)
-        active: Tensor = _SwiGlu.apply(F.linear(normed, joined.gate_up))  # type: ignore[no-untyped-call]
-        return x + F.linear(active, self.mlp.down_proj.weight)
+        return x + F.linear(swiglu(F.linear(normed, joined.gate_up)), self.mlp.down_proj.weight)
 
 
 class _Body(nn.Module):
@@ -358,7 +220,7 @@ class Qwen3Policy(Policy):
             q, k, v = layer.queries_keys_values(x, cos, sin, joined)
             if cache is not None:
                 cache.store(k, v)
-            attended = _attend(q, k, v, bias)
+            attended = attend(q, k, v, bias)
             if layer is self.layers[-1]:
                 attended, x = attended.flatten(0, 1)[wanted_N], x.flatten(0, 1)[wanted_N]
             x = layer.finish(x, attended, joined)
@@ -371,17 +233,17 @@ class Qwen3Policy(Policy):
         x_BD = F.embedding(tokens_B, self.model.embed_tokens.weight)
         cos, sin = self.cos[cache.positions_B][:, None], self.sin[cache.positions_B][:, None]
         for i, (layer, joined) in enumerate(zip(self.layers, cache.joined, strict=True)):
-            heads = F.linear(_scaled_rms(x_BD, layer.input_layernorm.weight, eps), joined.qkv)
+            heads = F.linear(scaled_rms(x_BD, layer.input_layernorm.weight, eps), joined.qkv)
             heads = heads.view(rows, -1, layer.head_dim)
             rotated = layer.heads + layer.key_heads
-            qk = _rotate(_scaled_rms(heads[:, :rotated], joined.qk_norm, eps), cos, sin)
+            qk = rotate(scaled_rms(heads[:, :rotated], joined.qk_norm, eps), cos, sin)
             attended = cache.attend(i, qk[:, : layer.heads], qk[:, layer.heads :], heads[:, rotated:])
             x_BD = x_BD + F.linear(attended.view(rows, -1), layer.self_attn.o_proj.weight)
-            gate_up = F.linear(_scaled_rms(x_BD, layer.post_attention_layernorm.weight, eps), joined.gate_up)
+            gate_up = F.linear(scaled_rms(x_BD, layer.post_attention_layernorm.weight, eps), joined.gate_up)
             gate, up = gate_up.chunk(2, -1)
             x_BD = x_BD + F.linear(F.silu(gate).mul_(up), layer.mlp.down_proj.weight)
         cache.advance()
-        return _scaled_rms(x_BD, self.model.norm.weight, eps)
+        return scaled_rms(x_BD, self.model.norm.weight, eps)
 
     def _bias(self, mask: Tensor) -> Tensor:
         """0 where `mask` is true, -inf elsewhere, in the dtype of the weights."""

@@ -3,7 +3,7 @@ import torch
 from engine.models import tiny_policy
 from transformers import AutoModelForCausalLM
 
-from opdctl.engine import qwen3
+from opdctl.engine import fused
 from opdctl.engine.batch import Sequence, collate
 from opdctl.engine.checkpoint import load_policy, save_policy
 from opdctl.engine.sampling import sample
@@ -47,7 +47,7 @@ def hf_logits(model, sequences) -> torch.Tensor:
 @pytest.mark.parametrize("share", [False, True])
 @pytest.mark.parametrize("small", [128, 0], ids=["small-attention", "fused-attention"])
 def test_logits_and_gradients_are_those_of_transformers(pair, share, small, monkeypatch):
-    monkeypatch.setattr(qwen3, "_SMALL", small)
+    monkeypatch.setattr(fused, "SMALL", small)
     policy, model = pair
     sequences = groups()
     batch = collate(sequences, share_prefixes=share, pad_id=0)
