@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -360,6 +361,16 @@ def test_ui_without_a_store_is_refused(call):
     code, _, err = call("ui")
     assert code == 2
     assert "nothing was tracked" in err
+
+
+def test_ui_refuses_a_port_that_is_taken(call, workspace):
+    (workspace / "mlflow.db").touch()
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        code, _, err = call("ui", "--port", other.getsockname()[1])
+    assert code == 2
+    assert "cannot listen on 127.0.0.1" in err
 
 
 def test_export_is_a_folder_that_transformers_loads_and_agrees_with(call, finished, workspace):

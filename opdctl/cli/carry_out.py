@@ -176,9 +176,9 @@ def _line(item: "PlannedStage", planned: "Plan", outcome: "Outcome") -> "StageLi
         return StageLine(name, kind, "failed", stage.state_step() or 0, item.total_steps)
     if item.decision is Decision.SKIPPED:
         return StageLine(name, kind, "skipped")
-    return StageLine(
-        name, kind, "not run", stage.state_step() or 0, item.total_steps, note=outcome.not_run.get(name, "")
-    )
+    step = stage.state_step() or 0
+    state = "half-trained" if step else "not run"
+    return StageLine(name, kind, state, step, item.total_steps, note=outcome.not_run.get(name, ""))
 
 
 def _report(item: "PlannedStage", planned: "Plan") -> Mapping[str, Any] | None:

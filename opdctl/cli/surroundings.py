@@ -96,7 +96,7 @@ def _serve(database: Path, host: str, port: int) -> int:
     command += ["--host", host, "--port", str(port), "--workers", "1"]
     surroundings = os.environ | {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
     child = subprocess.Popen(command, env=surroundings, start_new_session=True)
-    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # both end the server first
     try:
         return child.wait()
     except KeyboardInterrupt:
