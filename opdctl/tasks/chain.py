@@ -162,8 +162,8 @@ class ChainStream:
     def _prompt(self, first: str, ops: tuple[str, ...], effort: str | None, group: int) -> Prompt:
         asked = "" if effort is None else self._wording(effort)
         by_system_prompt = self.efforts is not None and self.efforts.by == "system_prompt"
-        token = [asked] if asked and not by_system_prompt else []
-        text = " ".join([f"<{self.settings.domain}>", *ops, *token, first])
+        token = f" {asked}" if asked and not by_system_prompt else ""
+        text = f"<{self.settings.domain}> {' '.join(ops)}{token} {first}"
         messages: list[dict[str, str]] = []
         if by_system_prompt:
             system = [{"role": "system", "content": asked}] if asked else []
@@ -243,8 +243,8 @@ class ChainStream:
             for branch, effort in enumerate(asked):
                 prompt = self._prompt(words[first_B[branch]], ops_words, effort, block * BLOCK + group)
                 stride = strides_GB[group][branch]
-                states_T = states_GBT[group][branch]
-                rows.append(Demonstration(prompt, " ".join([words[s] for s in states_T[stride - 1 :: stride]])))
+                written = states_GBT[group][branch][stride - 1 :: stride]
+                rows.append(Demonstration(prompt, " ".join([words[state] for state in written])))
         return rows
 
     def _styles(self, rng: np.random.Generator, efforts: tuple[str, ...]) -> Array:

@@ -220,7 +220,8 @@ def test_a_function_that_returns_no_judgement_is_an_error(graders, function):
         resolve(f"graders:{function}")("a", "b")
 
 
-def test_a_file_of_the_workspace_hides_no_installed_package(graders):
+def test_a_file_of_the_workspace_hides_no_installed_package(graders, monkeypatch):
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
     (graders / "colorsys.py").write_text("def rgb_to_hsv(completion, answer): return True")
     with pytest.raises(TypeError):  # the one of the standard library, which takes three numbers
         resolve("colorsys:rgb_to_hsv")("a", "b")
