@@ -20,7 +20,7 @@ from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np  # noqa: TID253 (this module is imported by `load_task` alone, in a worker)
-import numpy.typing as npt  # noqa: TID253
+import numpy.typing as npt  # noqa: TID253 (as above)
 
 from opdctl.errors import ConfigError
 from opdctl.settings import ChainTask, EffortSettings
