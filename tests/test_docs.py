@@ -16,15 +16,16 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "runbooks").rglob("*.md"))]
 NOT_RUN_AT_MOST = 4
 
-# Stands in for the installed script: recipes run at the scale of seconds, whatever scale the text leaves unsaid.
+# Stands in for the installed script: whatever the text leaves unsaid is chosen so that a recipe takes seconds.
 STAND_IN = """#!{python}
 import sys
 from opdctl.cli import main
 arguments = sys.argv[1:]
 if arguments and arguments[0] in ("run", "plan", "validate"):
-    for given in ("scale=smoke", "tracking.enabled=false"):  # importing MLflow takes longer than most stages here
-        if not any(a.startswith(given.split("=")[0] + "=") for a in arguments):
-            arguments.append(given)
+    quick = "scale=smoke scale.sft.max_steps=5 scale.opd.max_steps=2 scale.eval.prompts=2 tracking.enabled=false"
+    for setting in quick.split():
+        if not any(given.startswith(setting.split("=")[0] + "=") for given in arguments):
+            arguments.append(setting)
 main(arguments)
 """
 
