@@ -12,6 +12,7 @@ from opdctl.plan import make_plan
 from opdctl.runner import Outcome, Silent, execute
 from opdctl.store import Workspace
 
+FOLDER = Path(__file__).parent
 SHAPE = {
     "num_hidden_layers": 1,
     "hidden_size": 8,

@@ -1,0 +1,75 @@
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import toy
+
+from opdctl.backends.contract import Event
+from opdctl.backends.events import EventTail, EventWriter
+from opdctl.errors import StageFailed
+from opdctl.lock import worker_lives
+from opdctl.worker import WorkerControl, read_spec
+
+
+def test_a_tail_gives_each_event_once_and_leaves_a_line_without_its_end_for_later(tmp_path):
+    file = tmp_path / "events.jsonl"
+    tail, writer = EventTail(file), EventWriter(file)
+    assert tail.read() == []
+    first = Event(1, 4, {"loss": 0.5}, "train", 1.0)
+    writer.write(first)
+    with file.open("a") as stream:
+        stream.write('{"step": 2, "total": 4,')
+    assert tail.read() == [first]
+    assert tail.read() == []
+    with file.open("a") as stream:
+        stream.write(' "metrics": {}}\n')
+    assert tail.read() == [Event(2, 4, {})]
+
+
+def test_an_event_that_finds_no_room_on_the_disk_fails_the_stage():
+    control = WorkerControl(Path("/dev/full"))
+    with pytest.raises(StageFailed, match="step 3 could not be reported"):
+        control.emit(3, 4, {})
+
+
+def test_a_stop_is_requested_by_sigterm(tmp_path):
+    control = WorkerControl(tmp_path / "events.jsonl")
+    assert not control.stop_requested()
+    control.stop(signal.SIGTERM, None)
+    assert control.stop_requested()
+
+
+def test_a_worker_reads_its_spec_as_it_was_written(workspace):
+    wanted = toy.pipeline({"sft": toy.sft(), "a": toy.sft("stage:sft")})
+    toy.run(wanted)
+    spec = read_spec(toy.stage(wanted, "a").spec)
+    assert (spec.stage, spec.kind, spec.config["train"]["max_steps"]) == ("a", "sft", 4)
+    assert spec.inputs[0].role == "init"
+    assert spec.inputs[0].path == str(toy.stage(wanted, "sft").checkpoint)
+
+
+def test_a_worker_whose_orchestrator_died_saves_and_ends_by_itself(workspace):
+    code = (
+        "import sys, pathlib, toy; toy.run(toy.pipeline({'sft': toy.sft(steps=2000)}, "
+        "knobs={'plain': {'sleep_ms': 20}}, folder=pathlib.Path(sys.argv[1])))"
+    )
+    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(toy.FOLDER)!r}); {code}", workspace]
+    stage = toy.stage(toy.pipeline({"sft": toy.sft()}), "sft")
+    with subprocess.Popen(command) as process:
+        _wait(lambda: stage.attempts() and stage.attempts()[0].events.exists())
+        process.kill()
+    [attempt] = stage.attempts()
+    _wait(lambda: not worker_lives(attempt.worker))
+    last = json.loads(attempt.events.read_text().splitlines()[-1])["step"]
+    assert stage.state_step() == last < 2000
+
+
+def _wait(condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
