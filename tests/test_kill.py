@@ -1,5 +1,6 @@
 """SIGKILL of worker, orchestrator or both at random moments: what runs next ends with the undisturbed weights."""
 
+import hashlib
 import json
 import os
 import random
@@ -7,71 +8,97 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import toy
 
 from opdctl.lock import worker_lives
 
-TOY = [sys.executable, toy.__file__]
-KILLS = 20
 SEED = 0
+VICTIMS = ("worker", "orchestrator", "both")
 
 
-def test_a_run_killed_at_random_moments_ends_with_the_undisturbed_weights(tmp_path):
+def run_toy(workspace: Path) -> list[str | Path]:
+    """Hashing instead of training: start-up and the moments between two stages weigh more."""
+    return [sys.executable, toy.__file__, workspace]
+
+
+def run_engine(workspace: Path) -> list[str | Path]:
+    """The whole recipe in small, by the command line."""
+    small = ["scale=smoke", "scale.sft.global_batch_size=24", "axes.domain=[general]", "axes.loss=[full_vocab]"]
+    command = [sys.executable, "-m", "opdctl", "run", "kimi_k3", *small, "tracking.enabled=false"]
+    return [*command, "--workspace", workspace]
+
+
+@pytest.mark.parametrize(
+    ("command", "kills"),
+    [
+        pytest.param(run_toy, 20, id="toy"),
+        pytest.param(run_engine, 6, id="engine"),
+        pytest.param(run_engine, 20, id="engine-at-length", marks=pytest.mark.recipe),
+    ],
+)
+def test_a_run_killed_at_random_moments_ends_with_the_undisturbed_weights(tmp_path, command, kills):
     draw = random.Random(SEED)
-    seconds = finish(TOY, tmp_path / "undisturbed")
-    expected = toy.digests(toy.killable(tmp_path / "undisturbed"))
-    kills = {"worker": 0, "orchestrator": 0, "both": 0}
-    for number in range(100):
+    seconds = finish(command, tmp_path / "undisturbed")
+    expected = digests(tmp_path / "undisturbed")
+    assert expected
+    done = number = 0
+    while done < kills:
         workspace = tmp_path / str(number)
-        while sum(kills.values()) < KILLS:
-            victim = min(kills, key=kills.__getitem__)
-            if run_and_kill(TOY, workspace, victim, draw.uniform(0, seconds)):
-                kills[victim] += 1
-            else:
-                break
-        finish(TOY, workspace)
-        assert toy.digests(toy.killable(workspace)) == expected
+        while done < kills and run_and_kill(command, workspace, VICTIMS[done % 3], draw.uniform(0, seconds)):
+            done += 1
+        finish(command, workspace)
+        assert digests(workspace) == expected
         assert not living_workers(workspace)
-        if sum(kills.values()) >= KILLS:
-            return
-    raise AssertionError(f"100 runs gave {kills} kills only")
+        number += 1
 
 
-def finish(command: list[str], workspace: Path) -> float:
+def finish(command: Callable[[Path], list[str | Path]], workspace: Path) -> float:
     """Run to the end; seconds that it took."""
     workspace.mkdir(exist_ok=True)
     began = time.monotonic()
-    ended = subprocess.run([*command, workspace], capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(command(workspace), capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return time.monotonic() - began
 
 
-def run_and_kill(command: list[str], workspace: Path, victim: str, after_s: float) -> bool:
+def run_and_kill(command: Callable[[Path], list[str | Path]], workspace: Path, victim: str, after_s: float) -> bool:
     """False if the run was over before anything could be killed."""
     workspace.mkdir(exist_ok=True)
-    with subprocess.Popen([*command, workspace], stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
-        time.sleep(after_s)
+    with subprocess.Popen(command(workspace), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        deadline = time.monotonic() + after_s
+        while process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.005)
         workers = living_workers(workspace)
-        while victim != "orchestrator" and not workers and process.poll() is None:
+        while process.poll() is None and victim != "orchestrator" and not workers:
             time.sleep(0.002)
             workers = living_workers(workspace)
         if process.poll() is not None:
             return False
         if victim != "worker":
             process.kill()
-        if victim != "orchestrator":
-            for pid in workers:
-                try:
-                    os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    return victim == "both"
-        if victim == "worker":
-            process.wait(timeout=60)
+        killed = [_kill(pid) for pid in workers if victim != "orchestrator"]
+    return victim != "worker" or any(killed)
+
+
+def _kill(pid: int) -> bool:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return False
     return True
 
 
 def living_workers(workspace: Path) -> list[int]:
     notes = list(workspace.glob("runs/*/stages/**/attempts/*/worker.json"))
     return [json.loads(note.read_text())["pid"] for note in notes if worker_lives(note)]
+
+
+def digests(workspace: Path) -> dict[str, str]:
+    """Stage's folder -> sha256 of the weights or the report that are in force."""
+    links = sorted(workspace.glob("runs/*/stages/**/checkpoint"))
+    files = [file for link in links for file in (link / "model.safetensors", link / "report.json") if file.exists()]
+    return {str(file.relative_to(workspace)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
