@@ -12,7 +12,7 @@ import torch
 from opdctl.backends.contract import Control, InputSpec, StageResult, StageSpec, Stopped
 from opdctl.engine.advantages import over_budget
 from opdctl.engine.effort import BudgetEstimator
-from opdctl.engine.loop import Metrics, open_frozen, open_policy, open_tasks, role
+from opdctl.engine.loop import Metrics, open_policy, open_tasks, role
 from opdctl.engine.recovery import write_whole
 from opdctl.engine.rows import Mixer, Renderer, Row, judge, roll, stream_seed
 from opdctl.engine.scores import CellCounts, FusionTable, fusion_tables, normalised_score, pass_at_k, wilson_interval
@@ -100,7 +100,12 @@ class _Examiner:
         return self.mixer.cell_rows(cell, 0, wanted)
 
     def _count(
-        self, rows: list[Row], completions: list[list[int]], finished: list[bool], renderer: Renderer, effort: str | None
+        self,
+        rows: list[Row],
+        completions: list[list[int]],
+        finished: list[bool],
+        renderer: Renderer,
+        effort: str | None,
     ) -> CellScore:
         size = self.settings.rollout.group_size
         verdicts = judge(self.tasks, rows, renderer.texts(completions), size)
@@ -108,8 +113,9 @@ class _Examiner:
         lengths = torch.tensor([len(completion) for completion in completions])
         within = None
         if self.budgets is not None and self.settings.within is not None and effort is not None:
-            b0 = torch.tensor(self.budgets.budgets(rows, batch=self.batch)).repeat_interleave(size)
-            within = int((correct & ~over_budget(lengths, self.settings.within.tau[effort], b0)).sum())
+            b0, tau = self.budgets.budgets(rows, batch=self.batch), self.settings.within.tau[effort]
+            over = [over_budget(n, tau, b0[i // size]) for i, n in enumerate(lengths.tolist())]
+            within = int((correct & ~torch.tensor(over)).sum())
         counts = CellCounts(
             n=len(completions),
             correct=int(correct.sum()),
@@ -118,9 +124,7 @@ class _Examiner:
             truncated=finished.count(False),
         )
         solved = correct.view(len(rows), size).sum(1).tolist()
-        pass_k = {
-            str(k): sum(pass_at_k(size, int(c), k) for c in solved) / len(rows) for k in self.settings.pass_k
-        }
+        pass_k = {str(k): sum(pass_at_k(size, int(c), k) for c in solved) / len(rows) for k in self.settings.pass_k}
         return CellScore(counts, pass_k)
 
 
@@ -163,9 +167,7 @@ def _report(
             metrics[f"{label}/{name}/length"] = score.counts.mean_length
     tables = _fusion(spec, settings, scores)
     normalised = {
-        f"{table.model}/{table.metric}": score
-        for table in tables
-        if (score := _normalised(table)) is not None
+        f"{table.model}/{table.metric}": value for table in tables if (value := _normalised(table)) is not None
     }
     metrics |= {f"{name}/normalised_score": score for name, score in normalised.items()}
     report = {
@@ -185,7 +187,9 @@ def _describe(score: CellScore, confidence: float) -> dict[str, Any]:
     return {
         **asdict(counts),
         "accuracy": asdict(wilson_interval(counts.correct, counts.n, confidence)),
-        "within_budget": None if counts.within is None else asdict(wilson_interval(counts.within, counts.n, confidence)),
+        "within_budget": None
+        if counts.within is None
+        else asdict(wilson_interval(counts.within, counts.n, confidence)),
         "length_mean": counts.mean_length,
         "truncation_rate": counts.truncation_rate,
         "pass_k": score.pass_k,
@@ -202,7 +206,7 @@ def _fusion(
     counts = {label: {name: score.counts for name, score in of.items()} for label, of in scores.items()}
     columns = [name for name in ("domain", "effort") if all(name in teacher.route for teacher in teachers)]
     router = Router(teachers, columns, None)
-    efforts = settings.data.efforts or [None]
+    efforts: Sequence[str | None] = settings.data.efforts or [None]
     routes = {
         cell_name(task, effort): teachers[router.teacher({"domain": task, "effort": effort or ""})].label
         for task in settings.data.tasks

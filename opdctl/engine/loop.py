@@ -40,8 +40,7 @@ def open_tasks(spec: StageSpec) -> dict[str, Task]:
     efforts = EffortSettings.model_validate(spec.efforts) if spec.efforts else None
     kinds: dict[str, type[ChainTask] | type[FileTask]] = {"chain": ChainTask, "file": FileTask}
     return {
-        name: load_task(name, kinds[given["task"]].model_validate(given), efforts)
-        for name, given in spec.tasks.items()
+        name: load_task(name, kinds[given["task"]].model_validate(given), efforts) for name, given in spec.tasks.items()
     }
 
 
@@ -109,7 +108,7 @@ class Trainer:
             total += value
             if not math.isfinite(value):
                 self._refuse("loss", value, batch)
-            loss.backward()  # type: ignore[no-untyped-call]  # torch leaves backward unannotated
+            loss.backward()
         norm = 0.0
         if parts:
             norm = self.optimizer.clip()

@@ -3,7 +3,8 @@
 The three forms of the reverse KL differ in what they ask of a teacher, and only in `_Distiller.loss`.
 """
 
-from collections.abc import Iterator, Sequence as SequenceOf
+from collections.abc import Iterator
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 import torch
@@ -163,9 +164,7 @@ class _Distiller:
             )
             self._health.append(health)
             return loss
-        self._health.append(
-            distill_health(piece.hidden_ND, student_head_VD, teacher_hidden_NE, teacher_head_VE, k=k)
-        )
+        self._health.append(distill_health(piece.hidden_ND, student_head_VD, teacher_hidden_NE, teacher_head_VE, k=k))
         if isinstance(form, TopKOpd):
             indices_NK, logprobs_NK = teacher_topk(teacher_hidden_NE, teacher_head_VE, form.k)
             return topk_reverse_kl(
@@ -185,9 +184,7 @@ class _Distiller:
         else:
             # drawn from another distribution than the policy's own: the ratio starts at 1
             old_N = policy_logprobs_N.detach()
-        loss_N, _ = clipped_policy_loss(
-            policy_logprobs_N, old_N, advantages_N, low=form.clip.low, high=form.clip.high
-        )
+        loss_N, _ = clipped_policy_loss(policy_logprobs_N, old_N, advantages_N, low=form.clip.low, high=form.clip.high)
         return (loss_N * piece.weights_N).sum()
 
     def health(self) -> Metrics:

@@ -146,17 +146,17 @@ class _Sampler:
         metrics: Metrics = {}
         if settings.overlong.handling == "soft_penalty":
             limit, buffer = settings.rollout.max_completion_tokens, settings.overlong.buffer_tokens
-            rewards = rewards + soft_overlong_penalty(lengths, limit, buffer)
+            rewards = rewards + torch.tensor([soft_overlong_penalty(n, limit, buffer) for n in lengths.tolist()])
         if settings.kl.placement == "reward" and self.reference is not None:
             penalties = self._reward_kl(prompts, rollout)
             rewards = rewards - settings.kl.coef * penalties
             metrics["reference_kl"] = float(penalties.sum() / lengths.sum())
         if settings.effort is not None and self.budgets is not None:
             tau = annealed_tau(settings.effort, step, settings.train.max_steps)
-            b0 = torch.tensor(self.budgets.budgets(rows, batch=self._sample_batch()))
-            over = over_budget(lengths, tau, b0.repeat_interleave(size))
+            b0 = self.budgets.budgets(rows, batch=self._sample_batch())
+            over = torch.tensor([over_budget(n, tau, b0[i // size]) for i, n in enumerate(lengths.tolist())])
             rewards = rewards.masked_fill(over, -1.0)  # the budget overrides correctness (Kimi K3)
-            metrics |= {"tau": tau, "budget": float(b0.mean()), "over_budget": float(over.float().mean())}
+            metrics |= {"tau": tau, "budget": mean(b0), "over_budget": float(over.float().mean())}
         metrics |= {
             "reward": float(rewards.mean()),
             "accuracy": float(correct.float().mean()),
@@ -180,8 +180,13 @@ class _Sampler:
         ]
         assert self.reference is not None
         reference_N = torch.cat(self.logprobs(self.reference, sequences))
-        penalty_N = kl_penalty(rollout.sampling_logprobs_N, reference_N, self.settings.kl.estimator)
+        penalty_N = self.kl(rollout.sampling_logprobs_N, reference_N)
         return torch.stack([part.sum() for part in _per_sequence(penalty_N, rollout.completions)]).double()
+
+    def kl(self, policy_logprobs_N: Tensor, reference_logprobs_N: Tensor) -> Tensor:
+        estimator = self.settings.kl.estimator
+        assert estimator != "none"
+        return kl_penalty(policy_logprobs_N, reference_logprobs_N, estimator)
 
     @torch.no_grad()
     def logprobs(self, policy: Policy, sequences: list[Sequence]) -> list[Tensor]:
@@ -198,9 +203,7 @@ class _Sampler:
 
     @staticmethod
     def batch(policy: Policy, sequences: list[Sequence]) -> TokenBatch:
-        return collate(
-            sequences, share_prefixes=policy.shares_prefixes, pad_id=policy.pad_id, device=policy.device
-        )
+        return collate(sequences, share_prefixes=policy.shares_prefixes, pad_id=policy.pad_id, device=policy.device)
 
     def _experience(self, groups: list["_Group"]) -> Experience:
         sequences = [sequence for group in groups for sequence in group.sequences]
@@ -226,9 +229,7 @@ class _Group:
     tied: bool
 
 
-def _losses(
-    experience: Experience, numbers: list[int], sampler: _Sampler
-) -> Iterator[tuple[Tensor, TokenBatch]]:
+def _losses(experience: Experience, numbers: list[int], sampler: _Sampler) -> Iterator[tuple[Tensor, TokenBatch]]:
     """Micro-batch losses of one optimizer step over the sequences `numbers`."""
     settings, policy = sampler.settings, sampler.policy
     counted = [i for i in numbers if experience.in_loss[i]]
@@ -251,7 +252,7 @@ def _losses(
         sampler.clipped.append(clipped_N)
         if kl_in_loss and sampler.reference is not None:
             reference_N = torch.cat(sampler.logprobs(sampler.reference, [experience.sequences[i] for i in chosen]))
-            loss_N = loss_N + settings.kl.coef * kl_penalty(policy_logprobs_N, reference_N, settings.kl.estimator)
+            loss_N = loss_N + settings.kl.coef * sampler.kl(policy_logprobs_N, reference_N)
         yield (
             aggregate(
                 loss_N,

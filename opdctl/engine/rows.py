@@ -118,7 +118,9 @@ class Renderer:
 
 def judge(tasks: dict[str, Task], rows: Sequence[Row], texts: Sequence[str], group_size: int) -> list[Verdict]:
     """Verdicts of completions in prompt-major order, `group_size` a row."""
-    return [tasks[rows[i // group_size].task].verify(rows[i // group_size].prompt, text) for i, text in enumerate(texts)]
+    return [
+        tasks[rows[i // group_size].task].verify(rows[i // group_size].prompt, text) for i, text in enumerate(texts)
+    ]
 
 
 def roll(

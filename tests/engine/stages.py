@@ -91,7 +91,9 @@ def rlvr(folder: Path, start: Path, *, steps: int = 8, inputs: tuple[InputSpec, 
     return spec_of(folder, "rlvr", settings, [InputSpec("init", "start", str(start)), *inputs], resources=resources)
 
 
-def opd(folder: Path, student: Path, teachers: dict[tuple[str, str], Path], loss: dict[str, Any], **config: Any) -> StageSpec:
+def opd(
+    folder: Path, student: Path, teachers: dict[tuple[str, str], Path], loss: dict[str, Any], **config: Any
+) -> StageSpec:
     resources = config.pop("resources", {})
     settings = {
         "data": {"tasks": ["math", "code"], "efforts": ["low", "max"]},

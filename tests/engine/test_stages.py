@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from engine.stages import BUDGET, ROLLOUT, Recorder, opd, rlvr, run, sft, spec_of, train
 from safetensors.torch import load_file
 
 from opdctl.backends.contract import InputSpec, StageSpec, Stopped
 from opdctl.errors import StageFailed, StageRefused
-from engine.stages import BUDGET, ROLLOUT, Recorder, opd, rlvr, run, sft, spec_of, train
 
 FORMS = {
     "policy_gradient": {"form": "policy_gradient", "max_advantage": 5.0},
@@ -164,9 +164,7 @@ def test_a_student_that_is_its_own_teacher_stays_where_it_is(tmp_path, start, fo
 @pytest.mark.parametrize("form", FORMS)
 def test_distillation_brings_the_student_to_its_teacher(tmp_path, start, other, form):
     record = Recorder()
-    spec = opd(
-        tmp_path / "opd", start, teachers(other, other), FORMS[form], train=train(60, 8, optimizer={"lr": 5e-3})
-    )
+    spec = opd(tmp_path / "opd", start, teachers(other, other), FORMS[form], train=train(60, 8, optimizer={"lr": 5e-3}))
     run(spec, record)
     gaps = [metrics["reverse_kl"] for _, metrics in record.events]
     assert sum(gaps[-5:]) < 0.6 * sum(gaps[:5])
