@@ -1,4 +1,5 @@
-"""Tokens per CPU second of our sampler (log-probabilities and entropy included) over `transformers.generate`.
+"""Tokens per CPU second of our sampler (log-probabilities and entropy included) over `transformers.generate`, which
+is measured without them and with them.
 
 Same weights (conf/model/tiny_qwen3.yaml, made at random), one thread, no EOS, so both make the same number of tokens.
 Run: python benchmarks/sampler.py
@@ -7,6 +8,7 @@ Run: python benchmarks/sampler.py
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -61,7 +63,7 @@ def compare(ours: Policy, theirs: PreTrainedModel, prompts: int, group_size: int
         )
         return len(rollout.sampling_logprobs_N)
 
-    def their_way() -> int:
+    def their_way(*, logprobs: bool = False) -> int:
         out = theirs.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
@@ -69,15 +71,23 @@ def compare(ours: Policy, theirs: PreTrainedModel, prompts: int, group_size: int
             top_k=0,
             max_new_tokens=NEW_TOKENS,
             num_return_sequences=group_size,
+            return_dict_in_generate=True,
+            output_logits=logprobs,
         )
-        return out[:, PROMPT_TOKENS:].numel()
+        new_BT = out.sequences[:, PROMPT_TOKENS:]
+        if logprobs:
+            logprobs_BTV = torch.stack(out.logits, 1).log_softmax(-1)
+            logprobs_BTV.gather(-1, new_BT[..., None])
+            (logprobs_BTV.exp() * logprobs_BTV).sum(-1)
+        return new_BT.numel()
 
     tokens = prompts * group_size * NEW_TOKENS
     assert our_way() == their_way() == tokens
-    our_s, their_s = cpu_seconds(our_way, their_way)
+    our_s, their_s, their_full_s = cpu_seconds(our_way, their_way, partial(their_way, logprobs=True))
     print(
-        f"{prompts:4d} prompts x {group_size}: opdctl {tokens / our_s:9,.0f} tokens/CPU-s, "
-        f"transformers {tokens / their_s:9,.0f}, ratio {their_s / our_s:.2f}"
+        f"{prompts:4d} prompts x {group_size}, tokens per CPU second: opdctl {tokens / our_s:,.0f}; "
+        f"transformers {tokens / their_s:,.0f} (ratio {their_s / our_s:.2f}), "
+        f"with log-probabilities and entropy {tokens / their_full_s:,.0f} (ratio {their_full_s / our_s:.2f})"
     )
     return their_s / our_s
 

@@ -133,7 +133,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
 
 def _unit_rms(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     wide = x if x.dtype == torch.float64 else x.float()
-    scale = wide.square().sum(-1, keepdim=True).mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
+    # By the norm, not by a mean of squares: one pass, and no temporary as large as x.
+    length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    scale = length.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
     return (wide * scale).to(x.dtype), scale
 
 
@@ -153,6 +155,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return normed
 
 
-def scaled_rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`rms_norm` without the bookkeeping of a gradient."""
-    return _unit_rms(x, eps)[0].mul_(weight)
+def direction(x: Tensor, floor: Tensor) -> Tensor:
+    """x / sqrt(sum x^2 + floor^2) over the last axis, without gradient: an RMS norm of eps = floor^2 / size, less the
+    factor sqrt(size) and the weight, which a following matrix can hold."""
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=floor.dtype)
+    turned: Tensor = (x / length.hypot(floor)).to(x.dtype)
+    return turned

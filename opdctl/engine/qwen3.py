@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, Qwen3Config
 
 from opdctl.engine.batch import TokenBatch
-from opdctl.engine.fused import attend, norm_rotate, rms_norm, rotate, scaled_rms, swiglu
+from opdctl.engine.fused import attend, direction, norm_rotate, rms_norm, rotate, swiglu
 from opdctl.engine.policy import Cache, Policy
 
 
@@ -56,6 +56,16 @@ class _Joined(NamedTuple):
     gate_up: Tensor
 
 
+class _Step(NamedTuple):
+    """Weights of a layer as one decoding step uses them: norms folded into the matrices, for input times matrix."""
+
+    qkv: Tensor  # [D, (H + 2 K) h]
+    qk_norm: Tensor  # [H + K, h]
+    output: Tensor  # [H h, D]
+    gate_up: Tensor
+    down: Tensor
+
+
 class _Layer(nn.Module):
     def __init__(self, config: Qwen3Config) -> None:
         super().__init__()
@@ -80,6 +90,16 @@ class _Layer(nn.Module):
         )
         qkv = torch.cat([a.q_proj.weight, a.k_proj.weight, a.v_proj.weight])
         return _Joined(qkv, qk_norm, torch.cat([self.mlp.gate_proj.weight, self.mlp.up_proj.weight]))
+
+    def step(self, joined: _Joined) -> _Step:
+        root = self.input_layernorm.weight.shape[0] ** 0.5  # `direction` leaves it to the matrix
+        return _Step(
+            (joined.qkv * (self.input_layernorm.weight * root)).T,
+            joined.qk_norm * self.head_dim**0.5,
+            self.self_attn.o_proj.weight.T,
+            (joined.gate_up * (self.post_attention_layernorm.weight * root)).T,
+            self.mlp.down_proj.weight.T,
+        )
 
     def queries_keys_values(
         self, x_BTD: Tensor, cos: Tensor, sin: Tensor, joined: _Joined
@@ -108,12 +128,12 @@ class _Body(nn.Module):
 
 
 class Qwen3Cache:
-    """Keys and values in tensors of their final size, and the weights joined once for all steps."""
+    """Keys and values in tensors of their final size, and the weights made ready once for all steps."""
 
-    def __init__(self, room: int, positions_B: Tensor, joined: list[_Joined]) -> None:
+    def __init__(self, room: int, positions_B: Tensor, steps: list[_Step]) -> None:
         self.room, self.length = room, 0
         self.positions_B = positions_B  # of the next token
-        self.joined = joined
+        self.steps = steps
         self.keys: list[Tensor] = []  # [B, K, room, h] a layer
         self.values: list[Tensor] = []
         self.bias: Tensor | None = None  # [B, K, room]: -inf at padding; None where no row has any
@@ -188,7 +208,9 @@ class Qwen3Policy(Policy):
     def prefill(self, prompts_BP: Tensor, lengths_B: Tensor, max_new: int) -> tuple[Tensor, Cache]:
         rows, columns = prompts_BP.shape
         self.check_length(columns + max_new)
-        cache = Qwen3Cache(columns + max_new, lengths_B, [layer.joined() for layer in self.layers])
+        weights = [layer.joined() for layer in self.layers]
+        steps = [layer.step(joined) for layer, joined in zip(self.layers, weights, strict=True)]
+        cache = Qwen3Cache(columns + max_new, lengths_B, steps)
         steps_P = torch.arange(columns, device=self.device)
         offsets_B1 = (columns - lengths_B)[:, None]
         bias = None
@@ -202,7 +224,7 @@ class Qwen3Policy(Policy):
             cache.bias = self._bias(room_BKr)
         positions_BP = (steps_P - offsets_B1).clamp_min(0)
         last_B = torch.arange(1, rows + 1, device=self.device) * columns - 1
-        return self._forward(prompts_BP, positions_BP, bias, last_B, cache.joined, cache), cache
+        return self._forward(prompts_BP, positions_BP, bias, last_B, weights, cache), cache
 
     def _forward(
         self,
@@ -229,21 +251,25 @@ class Qwen3Policy(Policy):
     @torch.no_grad()
     def decode(self, tokens_B: Tensor, cache: Cache) -> Tensor:
         assert isinstance(cache, Qwen3Cache)
-        eps, rows = self.config.rms_norm_eps, len(tokens_B)
+        wide = torch.float64 if self.cos.dtype == torch.float64 else torch.float32
+        floor, head_floor = (
+            torch.tensor((size * self.config.rms_norm_eps) ** 0.5, dtype=wide, device=self.device)
+            for size in (self.config.hidden_size, self.config.head_dim)
+        )
+        rows, heads, keys = len(tokens_B), self.config.num_attention_heads, self.config.num_key_value_heads
+        # Without padding all rows are at one position, and a view of the tables will do.
+        at = cache.positions_B if cache.bias is not None else slice(cache.length, cache.length + 1)
+        cos, sin = self.cos[at][:, None], self.sin[at][:, None]
         x_BD = F.embedding(tokens_B, self.model.embed_tokens.weight)
-        cos, sin = self.cos[cache.positions_B][:, None], self.sin[cache.positions_B][:, None]
-        for i, (layer, joined) in enumerate(zip(self.layers, cache.joined, strict=True)):
-            heads = F.linear(scaled_rms(x_BD, layer.input_layernorm.weight, eps), joined.qkv)
-            heads = heads.view(rows, -1, layer.head_dim)
-            rotated = layer.heads + layer.key_heads
-            qk = rotate(scaled_rms(heads[:, :rotated], joined.qk_norm, eps), cos, sin)
-            attended = cache.attend(i, qk[:, : layer.heads], qk[:, layer.heads :], heads[:, rotated:])
-            x_BD = x_BD + F.linear(attended.view(rows, -1), layer.self_attn.o_proj.weight)
-            gate_up = F.linear(scaled_rms(x_BD, layer.post_attention_layernorm.weight, eps), joined.gate_up)
-            gate, up = gate_up.chunk(2, -1)
-            x_BD = x_BD + F.linear(F.silu(gate).mul_(up), layer.mlp.down_proj.weight)
+        for i, step in enumerate(cache.steps):
+            qkv = torch.mm(direction(x_BD, floor), step.qkv).view(rows, heads + 2 * keys, -1)
+            qk = rotate(direction(qkv[:, : heads + keys], head_floor) * step.qk_norm, cos, sin)
+            attended = cache.attend(i, qk[:, :heads], qk[:, heads:], qkv[:, heads + keys :])
+            x_BD = torch.addmm(x_BD, attended.view(rows, -1), step.output)
+            gate, up = torch.mm(direction(x_BD, floor), step.gate_up).chunk(2, -1)
+            x_BD = torch.addmm(x_BD, F.silu(gate).mul_(up), step.down)
         cache.advance()
-        return scaled_rms(x_BD, self.model.norm.weight, eps)
+        return rms_norm(x_BD, self.model.norm.weight, self.config.rms_norm_eps)
 
     def _bias(self, mask: Tensor) -> Tensor:
         """0 where `mask` is true, -inf elsewhere, in the dtype of the weights."""

@@ -1,7 +1,7 @@
 """Batched generation with a key-value cache, and the exact probabilities of what was drawn.
 
-Legend: B rows (prompt-major), P prompt columns, T new tokens, N tokens of all completions, D hidden size,
-V vocabulary.
+Legend: B rows (prompt-major), A rows still in the cache, P prompt columns, T steps, M draws, E EOS ids, N tokens of
+all completions, D hidden size, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -79,38 +79,46 @@ def sample(
             "generation needs at least one prompt, and every prompt at least one token",
             hint="begin prompts with a begin-of-sequence token, or drop rows without a prompt",
         )
-    rows = len(prompts) * group_size
     uniforms_BT = torch.from_numpy(uniforms(seed, keys, group_size, max_completion_tokens)).to(policy.device)
+    distribution = _Distribution(temperature, top_p, top_k)
+    eos_E = torch.tensor(policy.eos_ids, device=policy.device)
     hidden_BD, cache = policy.prefill(*_pad_left(prompts, policy), max_completion_tokens)
     if group_size > 1:
         cache.repeat(group_size)
         hidden_BD = hidden_BD.repeat_interleave(group_size, 0)
-    shape = rows, max_completion_tokens
-    tokens_BT = torch.full(shape, policy.pad_id, device=policy.device)
-    logprobs_BT, entropy_BT = torch.zeros(2, *shape, device=policy.device)
-    lengths_B = torch.full((rows,), max_completion_tokens, device=policy.device)
-    finished_B = torch.zeros(rows, dtype=torch.bool, device=policy.device)
-    eos_E = torch.tensor(policy.eos_ids, device=policy.device)
-    distribution = _Distribution(temperature, top_p, top_k)
-    row_B = torch.arange(rows, device=policy.device)  # which rows are still in the cache
+    row_A = torch.arange(len(hidden_BD), device=policy.device)  # the rows in the cache: all, later those still alive
+    ended_A = torch.zeros_like(row_A, dtype=torch.bool)
+    drawn: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []  # a step's rows, tokens, log-probabilities, entropies
     for step in range(max_completion_tokens):
-        chosen_B, logprobs_BT[row_B, step], entropy_BT[row_B, step] = _choose(
-            hidden_BD, policy.head(), distribution, None if greedy else uniforms_BT[row_B, step]
-        )
-        tokens_BT[row_B, step] = chosen_B
-        ended_B = (chosen_B[:, None] == eos_E).any(-1) & ~finished_B[row_B]
-        lengths_B[row_B[ended_B]] = step + 1
-        finished_B[row_B[ended_B]] = True
-        alive_A = (~finished_B[row_B]).nonzero()[:, 0]
-        if step + 1 == max_completion_tokens or len(alive_A) == 0:
+        uniform_A = None if greedy else uniforms_BT[row_A, step]
+        tokens_A, logprobs_A, entropy_A = _choose(hidden_BD, policy.head(), distribution, uniform_A)
+        drawn.append((row_A, tokens_A, logprobs_A, entropy_A))
+        ended_A = ended_A | (tokens_A[:, None] == eos_E).any(-1)
+        alive = len(ended_A) - int(ended_A.sum())
+        if alive == 0 or step + 1 == max_completion_tokens:
             break
-        if len(alive_A) < _DENSE * len(row_B):
-            cache.keep(alive_A)
-            row_B, chosen_B = row_B[alive_A], chosen_B[alive_A]
-        hidden_BD = policy.decode(chosen_B, cache)
-    written_BT = torch.arange(max_completion_tokens, device=policy.device) < lengths_B[:, None]
-    completions = [row[:length] for row, length in zip(tokens_BT.tolist(), lengths_B.tolist(), strict=True)]
-    return Rollout(completions, finished_B.tolist(), logprobs_BT[written_BT], entropy_BT[written_BT])
+        if alive < _DENSE * len(row_A):
+            kept_A = (~ended_A).nonzero()[:, 0]
+            cache.keep(kept_A)
+            row_A, tokens_A, ended_A = row_A[kept_A], tokens_A[kept_A], ended_A[kept_A]
+        hidden_BD = policy.decode(tokens_A, cache)
+    return _collect(drawn, len(uniforms_BT), eos_E)
+
+
+def _collect(drawn: list[tuple[Tensor, Tensor, Tensor, Tensor]], rows: int, eos_E: Tensor) -> Rollout:
+    """Put the steps together, each row up to and with its first EOS: rows that ended are drawn for until dropped."""
+    row_M, tokens_M, logprobs_M, entropy_M = (torch.cat(column) for column in zip(*drawn, strict=True))
+    step_M = torch.repeat_interleave(torch.tensor([len(step[0]) for step in drawn])).to(row_M.device)
+    tokens_BT, logprobs_BT, entropy_BT = (
+        torch.zeros(rows, len(drawn), dtype=values.dtype, device=values.device).index_put_((row_M, step_M), values)
+        for values in (tokens_M, logprobs_M, entropy_M)
+    )
+    drawn_BT = torch.zeros_like(tokens_BT, dtype=torch.bool).index_put_((row_M, step_M), row_M >= 0)
+    eos_BT = drawn_BT & torch.isin(tokens_BT, eos_E)
+    written_BT = drawn_BT & (eos_BT.cumsum(-1) - eos_BT.long() == 0)
+    lengths = written_BT.sum(-1).tolist()
+    completions = [row[:length] for row, length in zip(tokens_BT.tolist(), lengths, strict=True)]
+    return Rollout(completions, eos_BT.any(-1).tolist(), logprobs_BT[written_BT], entropy_BT[written_BT])
 
 
 def uniforms(seed: int, keys: Sequence[int], group_size: int, steps: int) -> np.ndarray:
@@ -159,5 +167,7 @@ def _choose(
         logprob_B = logprobs_BV.gather(-1, token_B1)[:, 0]
         entropy_B = -(probs_BV * logprobs_BV.clamp_min(-1e9)).sum(-1)  # 0 log 0 is 0
         parts.append((token_B1[:, 0], logprob_B.float(), entropy_B.float()))
+    if len(parts) == 1:
+        return parts[0]
     tokens, logprobs, entropies = zip(*parts, strict=True)
     return torch.cat(tokens), torch.cat(logprobs), torch.cat(entropies)
