@@ -120,7 +120,7 @@ class _Sampler:
         size = options.group_size
         groups = [
             _Group(
-                [Sequence(tuple(prompts[p]), tuple(rollout.completions[i]), start + p) for i in members],
+                [Sequence(tuple(prompts[p]), tuple(rollout.completions[i]), 1 + start + p) for i in members],
                 [advantages[i] for i in members],
                 [old[i] for i in members],
                 [rollout.finished[i] for i in members],
@@ -175,7 +175,7 @@ class _Sampler:
         """Sum over each completion's tokens of the KL estimate towards the reference."""
         size = self.settings.rollout.group_size
         sequences = [
-            Sequence(tuple(prompts[i // size]), tuple(completion), i // size)
+            Sequence(tuple(prompts[i // size]), tuple(completion), 1 + i // size)
             for i, completion in enumerate(rollout.completions)
         ]
         assert self.reference is not None
