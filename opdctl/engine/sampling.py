@@ -51,7 +51,6 @@ class _Distribution:
         return logprobs_BV.masked_fill_(dropped_BV, float("-inf")).log_softmax(-1)
 
 
-@torch.no_grad()
 def sample(
     policy: Policy,
     prompts: Sequence[Sequence[int]],
@@ -81,31 +80,51 @@ def sample(
         )
     uniforms_BT = torch.from_numpy(uniforms(seed, keys, group_size, max_completion_tokens)).to(policy.device)
     distribution = _Distribution(temperature, top_p, top_k)
+    drawn = _draw(policy, prompts, group_size, distribution, uniforms_BT, greedy=greedy)
+    # tensors made in inference mode take no part in a loss; those put together here do
+    return _collect(drawn, len(uniforms_BT), torch.tensor(policy.eos_ids, device=policy.device))
+
+
+_Drawn = list[tuple[Tensor, Tensor, Tensor, Tensor]]  # a step's rows, tokens, log-probabilities, entropies
+
+
+@torch.inference_mode()  # spares a tenth of a small step against no_grad
+def _draw(
+    policy: Policy,
+    prompts: Sequence[Sequence[int]],
+    group_size: int,
+    distribution: _Distribution,
+    uniforms_BT: Tensor,
+    *,
+    greedy: bool,
+) -> _Drawn:
+    """Token by token until every row has ended or has its share of uniforms_BT. A = rows still in the cache."""
+    max_new = uniforms_BT.shape[1]
     eos_E = torch.tensor(policy.eos_ids, device=policy.device)
-    hidden_BD, cache = policy.prefill(*_pad_left(prompts, policy), max_completion_tokens)
+    hidden_BD, cache = policy.prefill(*_pad_left(prompts, policy), max_new)
     if group_size > 1:
         cache.repeat(group_size)
         hidden_BD = hidden_BD.repeat_interleave(group_size, 0)
-    row_A = torch.arange(len(hidden_BD), device=policy.device)  # the rows in the cache: all, later those still alive
+    row_A = torch.arange(len(hidden_BD), device=policy.device)
     ended_A = torch.zeros_like(row_A, dtype=torch.bool)
-    drawn: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []  # a step's rows, tokens, log-probabilities, entropies
-    for step in range(max_completion_tokens):
+    drawn: _Drawn = []
+    for step in range(max_new):
         uniform_A = None if greedy else uniforms_BT[row_A, step]
         tokens_A, logprobs_A, entropy_A = _choose(hidden_BD, policy.head(), distribution, uniform_A)
         drawn.append((row_A, tokens_A, logprobs_A, entropy_A))
         ended_A = ended_A | (tokens_A[:, None] == eos_E).any(-1)
         alive = len(ended_A) - int(ended_A.sum())
-        if alive == 0 or step + 1 == max_completion_tokens:
+        if alive == 0 or step + 1 == max_new:
             break
         if alive < _DENSE * len(row_A):
             kept_A = (~ended_A).nonzero()[:, 0]
             cache.keep(kept_A)
             row_A, tokens_A, ended_A = row_A[kept_A], tokens_A[kept_A], ended_A[kept_A]
         hidden_BD = policy.decode(tokens_A, cache)
-    return _collect(drawn, len(uniforms_BT), eos_E)
+    return drawn
 
 
-def _collect(drawn: list[tuple[Tensor, Tensor, Tensor, Tensor]], rows: int, eos_E: Tensor) -> Rollout:
+def _collect(drawn: _Drawn, rows: int, eos_E: Tensor) -> Rollout:
     """Put the steps together, each row up to and with its first EOS: rows that ended are drawn for until dropped."""
     row_M, tokens_M, logprobs_M, entropy_M = (torch.cat(column) for column in zip(*drawn, strict=True))
     step_M = torch.repeat_interleave(torch.tensor([len(step[0]) for step in drawn])).to(row_M.device)
