@@ -76,9 +76,10 @@ def _measure(arguments: argparse.Namespace) -> dict[str, float]:
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
     shapes = [(arguments.tokens, arguments.width), (arguments.vocab, arguments.width)] * 2
-    inputs = [torch.randn(shape) for shape in shapes]
+    # logits of standard deviation 2: a distribution as wide as a language model's, without denormal probabilities
+    inputs = [torch.randn(shape).mul_(2**0.5 / arguments.width**0.25) for shape in shapes]
     for learned in inputs[:2]:
-        learned.mul_(0.2).requires_grad_()
+        learned.requires_grad_()
     calibration = _rise_mib(lambda: torch.ones(256 * MIB // 4)) / 256
 
     def once() -> float:

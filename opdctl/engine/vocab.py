@@ -12,6 +12,7 @@ Two kinds of function:
 Logits come in the dtype of the weights, as a sampler sees them; softmax and sums are at least in float32.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, Literal, cast
 
@@ -21,7 +22,8 @@ from torch.autograd.function import once_differentiable
 
 from opdctl.errors import OpdctlError
 
-CHUNK_BYTES = 32 * 2**20  # of one [C, V] tensor; four exist at a time
+
+CHUNK_BYTES = 48 * 2**20  # of one [C, V] tensor; three exist at a time
 
 
 def token_logprobs(
@@ -29,7 +31,7 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """(logprobs_N, entropy_N) in nats: of the target tokens, differentiable; of the distributions, without gradient.
 
-    Both are of softmax(logits / temperature). `chunk` is in tokens; None: about 32 MiB of logits.
+    Both are of softmax(logits / temperature). `chunk` is in tokens; None: about 48 MiB of logits.
     """
     if len(hidden_ND) <= (chunk or _chunk_tokens(head_VD)):
         return _whole_logprobs(hidden_ND, head_VD, targets_N, temperature)
@@ -168,12 +170,23 @@ class _Scratch:
         self._chunk, self._head_VD = chunk, head_VD
         self._dtype = torch.float64 if head_VD.dtype == torch.float64 else torch.float32
         self._made: dict[str, Tensor] = {}
+        self._product_CV = self._new(math.ceil(chunk / 8))
+
+    def _new(self, tokens: int) -> Tensor:
+        return torch.empty(tokens, len(self._head_VD), dtype=self._dtype, device=self._head_VD.device)
 
     def __call__(self, name: str, tokens: int) -> Tensor:
         if name not in self._made:
-            shape = (self._chunk, len(self._head_VD))
-            self._made[name] = torch.empty(shape, dtype=self._dtype, device=self._head_VD.device)
+            self._made[name] = self._new(self._chunk)
         return self._made[name][:tokens]
+
+    def expectation(self, probs_CV: Tensor, values_CV: Tensor) -> Tensor:
+        """(probs * values).sum(-1), some rows at a time: their products need an eighth of a buffer."""
+        rows = len(self._product_CV)
+        sums_C = probs_CV.new_empty(len(probs_CV))
+        for probs, values, sums in zip(probs_CV.split(rows), values_CV.split(rows), sums_C.split(rows), strict=True):
+            torch.sum(torch.mul(probs, values, out=self._product_CV[: len(probs)]), -1, out=sums)
+        return sums_C
 
 
 def _chunk_tokens(head_VD: Tensor) -> int:
@@ -181,10 +194,11 @@ def _chunk_tokens(head_VD: Tensor) -> int:
 
 
 def _split(hidden_ND: Tensor, head_VD: Tensor, chunk: int | None) -> tuple[list[slice], _Scratch]:
-    """Slices of at most `chunk` tokens (one, possibly empty, at least), and buffers of that size."""
+    """Slices of about equal size, at most `chunk` tokens (one, possibly empty, at least), and buffers of that size."""
     tokens = len(hidden_ND)
-    chunk = max(1, min(chunk or _chunk_tokens(head_VD), tokens))
-    return [slice(at, min(at + chunk, tokens)) for at in range(0, max(tokens, 1), chunk)], _Scratch(chunk, head_VD)
+    parts = max(1, math.ceil(tokens / (chunk or _chunk_tokens(head_VD))))
+    size = max(1, math.ceil(tokens / parts))
+    return [slice(at, min(at + size, tokens)) for at in range(0, max(tokens, 1), size)], _Scratch(size, head_VD)
 
 
 def _logits(hidden_CD: Tensor, head_VD: Tensor, out_CV: Tensor) -> Tensor:
@@ -193,9 +207,11 @@ def _logits(hidden_CD: Tensor, head_VD: Tensor, out_CV: Tensor) -> Tensor:
     return out_CV.copy_(hidden_CD @ head_VD.T)
 
 
-def _logprobs(hidden_CD: Tensor, head_VD: Tensor, scratch: _Scratch, name: str) -> Tensor:
+def _logprobs(hidden_CD: Tensor, head_VD: Tensor, scratch: _Scratch, name: str, temperature: float = 1.0) -> Tensor:
     """Log-softmax of a chunk, in the buffer `name`; the buffer `work` is overwritten."""
     logits_CV = _logits(hidden_CD, head_VD, scratch("work", len(hidden_CD)))
+    if temperature != 1.0:
+        logits_CV.div_(temperature)
     return torch.log_softmax(logits_CV, -1, out=scratch(name, len(hidden_CD)))
 
 
@@ -218,17 +234,13 @@ def _compare(student_CV: Tensor, teacher_CV: Tensor, k: int, scratch: _Scratch) 
     """
     probs_CV = torch.exp(student_CV, out=scratch("work", len(student_CV)))
     values = _overlap(student_CV, teacher_CV, k) if k > 0 else {}
-    values["student_entropy"] = -_expectation(probs_CV, student_CV, scratch)
+    values["student_entropy"] = -scratch.expectation(probs_CV, student_CV)
     gap_CV = student_CV.sub_(teacher_CV)
-    values["reverse_kl"] = _expectation(probs_CV, gap_CV, scratch)
+    values["reverse_kl"] = scratch.expectation(probs_CV, gap_CV)
     grad_CV = gap_CV.sub_(values["reverse_kl"][:, None]).mul_(probs_CV)
     teacher_probs_CV = torch.exp(teacher_CV, out=probs_CV)
-    values["teacher_entropy"] = -_expectation(teacher_probs_CV, teacher_CV, scratch)
+    values["teacher_entropy"] = -scratch.expectation(teacher_probs_CV, teacher_CV)
     return values, grad_CV
-
-
-def _expectation(probs_CV: Tensor, values_CV: Tensor, scratch: _Scratch) -> Tensor:
-    return torch.mul(probs_CV, values_CV, out=scratch("product", len(probs_CV))).sum(-1)
 
 
 def _overlap(student_CV: Tensor, teacher_CV: Tensor, k: int) -> dict[str, Tensor]:
@@ -255,8 +267,8 @@ def _tail_gap(tail_C: Tensor, teacher_CK: Tensor) -> Tensor:
 def _whole_logprobs(hidden_ND: Tensor, head_VD: Tensor, targets_N: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """A single chunk: the distributions are kept for the backward pass."""
     logits_NV = hidden_ND @ head_VD.T
-    wide = torch.float64 if logits_NV.dtype == torch.float64 else torch.float32
-    logprobs_NV = (logits_NV / temperature).log_softmax(-1, dtype=wide)
+    logits_NV = logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
+    logprobs_NV = (logits_NV / temperature).log_softmax(-1)
     known_NV = logprobs_NV.detach()
     entropy_N = -(known_NV.exp() * known_NV).sum(-1)
     return logprobs_NV.gather(-1, targets_N[:, None])[:, 0], entropy_N
@@ -292,10 +304,10 @@ class _TokenLogprobs(torch.autograd.Function):
         logprobs, entropies = [], []
         chunks, scratch = _split(hidden_ND, head_VD, chunk)
         for rows in chunks:
-            logprobs_CV = _logprobs(hidden_ND[rows] / temperature, head_VD, scratch, "student")
+            logprobs_CV = _logprobs(hidden_ND[rows], head_VD, scratch, "student", temperature)
             probs_CV = torch.exp(logprobs_CV, out=scratch("work", len(logprobs_CV)))
             logprobs.append(logprobs_CV.gather(-1, targets_N[rows, None])[:, 0])
-            entropies.append(-_expectation(probs_CV, logprobs_CV, scratch))
+            entropies.append(-scratch.expectation(probs_CV, logprobs_CV))
         ctx.save_for_backward(hidden_ND, head_VD, targets_N)
         ctx.temperature, ctx.chunk = temperature, chunk
         entropy_N = torch.cat(entropies)
@@ -309,7 +321,7 @@ class _TokenLogprobs(torch.autograd.Function):
         gradients = _Gradients(hidden_ND, head_VD, *ctx.needs_input_grad[:2])
         chunks, scratch = _split(hidden_ND, head_VD, ctx.chunk)
         for rows in chunks:
-            probs_CV = _logprobs(hidden_ND[rows] / ctx.temperature, head_VD, scratch, "student").exp_()
+            probs_CV = _logprobs(hidden_ND[rows], head_VD, scratch, "student", ctx.temperature).exp_()
             scale_C1 = (grad_N[rows, None] / ctx.temperature).to(probs_CV.dtype)
             grad_CV = probs_CV.mul_(-scale_C1)
             gradients.add(rows, grad_CV.scatter_add_(-1, targets_N[rows, None], scale_C1))
