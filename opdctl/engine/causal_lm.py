@@ -10,10 +10,11 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from opdctl.engine.batch import Sequence, TokenBatch, collate
 from opdctl.engine.policy import Cache, Policy
+from opdctl.engine.weights import check_finite, some
 from opdctl.errors import OpdctlError
 
 
@@ -54,7 +55,6 @@ class CausalLMPolicy(Policy):
         return self
 
     def save_network(self, state: dict[str, Tensor], folder: Path) -> None:
-        """Write these tensors of `state_dict()` (and whatever else the architecture saves) to the folder."""
         prefix = "network."
         named = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
         self.network.save_pretrained(folder, state_dict=named)
@@ -136,3 +136,29 @@ def _close(a: Tensor, b: Tensor) -> bool:
     """Within rounding of their dtype, by the largest value."""
     tolerance = 1e-4 if a.dtype in (torch.float32, torch.float64) else 5e-2
     return bool((a.float() - b.float()).abs().max() <= tolerance * b.float().abs().max().clamp_min(1e-6))
+
+
+def load_network(folder: Path, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Any model that transformers has, every tensor of it from the folder's files."""
+    try:
+        network, info = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,  # they are reported below, by name
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise OpdctlError(f"{folder}: not a causal language model that transformers can load: {error}") from error
+    problems = {kind: info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[kind]}
+    if problems:
+        raise OpdctlError(
+            f"{folder}: the weights do not fit config.json: "
+            + "; ".join(f"{kind.replace('_', ' ')}: {some(sorted(map(str, keys)))}" for kind, keys in problems.items()),
+            hint="config.json and the weights must come from the same model",
+        )
+    check_finite(dict(network.named_parameters()), folder)
+    return network

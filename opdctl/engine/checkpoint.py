@@ -4,17 +4,8 @@ import math
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    GenerationConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen3Config,
-)
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, Qwen3Config
 
-from opdctl.engine.causal_lm import CausalLMPolicy
 from opdctl.engine.policy import Policy
 from opdctl.engine.qwen3 import Qwen3Policy, exact_for
 from opdctl.engine.tokenizer import Tokenizer as Tokenizer
@@ -22,7 +13,7 @@ from opdctl.engine.tokenizer import encode as encode
 from opdctl.engine.tokenizer import encode_batch as encode_batch
 from opdctl.engine.tokenizer import load_tokenizer as load_tokenizer
 from opdctl.engine.tokenizer import word_tokenizer
-from opdctl.engine.weights import SINGLE, check_finite, check_names, read_weights, some, weight_files
+from opdctl.engine.weights import check_finite, check_names, read_weights, weight_files
 from opdctl.errors import OpdctlError
 from opdctl.settings import NewModel
 
@@ -76,7 +67,10 @@ def load_policy(path: str | Path, *, device: torch.device | str = "cpu", dtype: 
     weight_files(folder)
     eos_ids, pad_id = _special_ids(folder, config)
     if not exact_for(config):
-        return CausalLMPolicy(_load_network(folder, config, dtype).to(device), eos_ids, pad_id)
+        # imported here alone: transformers' models take seconds to import, and a Qwen3 recipe needs none
+        from opdctl.engine.causal_lm import CausalLMPolicy, load_network
+
+        return CausalLMPolicy(load_network(folder, config, dtype).to(device), eos_ids, pad_id)
     tensors = read_weights(folder)
     tied = tensors.pop(_TIED, None) if config.tie_word_embeddings else None
     with torch.device("meta"):
@@ -98,10 +92,7 @@ def save_policy(policy: Policy, tokenizer: Tokenizer, folder: str | Path, *, dty
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     state = {name: tensor.to("cpu", dtype).contiguous() for name, tensor in policy.state_dict().items()}
-    if isinstance(policy, CausalLMPolicy):
-        policy.save_network(state, folder)
-    else:
-        save_file(state, folder / SINGLE, metadata={"format": "pt"})
+    policy.save_network(state, folder)
     config = type(policy.config).from_dict(policy.config.to_dict())
     config.dtype = dtype
     config.save_pretrained(folder)
@@ -126,32 +117,6 @@ def _load_config(folder: Path) -> PreTrainedConfig:
             hint="use a model of an architecture that transformers has itself",
         ) from error
     return config
-
-
-def _load_network(folder: Path, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Any model that transformers has, every tensor of it from the folder's files."""
-    try:
-        network, info = AutoModelForCausalLM.from_pretrained(
-            folder,
-            config=config,
-            dtype=dtype,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            ignore_mismatched_sizes=True,  # they are reported below, by name
-            output_loading_info=True,
-        )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise OpdctlError(f"{folder}: not a causal language model that transformers can load: {error}") from error
-    problems = {kind: info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[kind]}
-    if problems:
-        raise OpdctlError(
-            f"{folder}: the weights do not fit config.json: "
-            + "; ".join(f"{kind.replace('_', ' ')}: {some(sorted(map(str, keys)))}" for kind, keys in problems.items()),
-            hint="config.json and the weights must come from the same model",
-        )
-    check_finite(dict(network.named_parameters()), folder)
-    return network
 
 
 def _special_ids(folder: Path, config: PreTrainedConfig) -> tuple[tuple[int, ...], int]:

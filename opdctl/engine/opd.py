@@ -107,7 +107,9 @@ class _Distiller:
         logprobs = rollout.sampling_logprobs_N.split(lengths)
         size = options.group_size
         scored = [
-            Scored(Sequence(tuple(prompts[i // size]), tuple(completion), 1 + i // size), logprobs[i], routed[i // size])
+            Scored(
+                Sequence(tuple(prompts[i // size]), tuple(completion), 1 + i // size), logprobs[i], routed[i // size]
+            )
             for i, completion in enumerate(rollout.completions)
         ]
         verdicts = judge(self.tasks, rows, self.renderer.texts(rollout.completions), size)

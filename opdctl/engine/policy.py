@@ -6,13 +6,16 @@ Legend: B rows, P prompt columns (padded at the left), T columns, N completion t
 """
 
 from abc import ABC, abstractmethod
+from pathlib import Path
 from typing import Protocol
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from opdctl.engine.batch import TokenBatch
+from opdctl.engine.weights import SINGLE
 from opdctl.errors import OpdctlError
 
 
@@ -63,6 +66,10 @@ class Policy(nn.Module, ABC):
                 f"{self.max_positions}",
                 hint="lower max_prompt_tokens, max_completion_tokens or max_tokens, or use a model with more positions",
             )
+
+    def save_network(self, state: dict[str, Tensor], folder: Path) -> None:
+        """Write these tensors of `state_dict()` (and whatever else the architecture saves) to the folder."""
+        save_file(state, folder / SINGLE, metadata={"format": "pt"})
 
     @abstractmethod
     def head(self) -> Tensor:

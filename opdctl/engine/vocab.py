@@ -22,7 +22,6 @@ from torch.autograd.function import once_differentiable
 
 from opdctl.errors import OpdctlError
 
-
 CHUNK_BYTES = 48 * 2**20  # of one [C, V] tensor; three exist at a time
 
 
