@@ -67,6 +67,6 @@ def describe_opd(settings: OpdSettings) -> str:
 
 
 def _tau(effort: EffortBudget) -> str:
-    if effort.anneal == "hard" or effort.tau_from is None:
+    if effort.anneal == "hard" or effort.tau_from in (None, effort.tau):
         return f"tau {effort.tau:g}"
     return f"tau {effort.tau_from:g} -> {effort.tau:g}"
