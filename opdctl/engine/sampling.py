@@ -38,8 +38,9 @@ class _Distribution:
     top_k: int
 
     def logprobs(self, logits_BV: Tensor) -> Tensor:
-        """float64 [B, V]; -inf where truncated."""
-        logprobs_BV = (logits_BV.double() / self.temperature).log_softmax(-1)
+        """float32 at least, [B, V]; -inf where truncated."""
+        wide_BV = logits_BV if logits_BV.dtype == torch.float64 else logits_BV.float()
+        logprobs_BV = (wide_BV if self.temperature == 1 else wide_BV / self.temperature).log_softmax(-1)
         if self.top_p >= 1 and not 0 < self.top_k < logprobs_BV.shape[1]:
             return logprobs_BV
         sorted_BV, order_BV = logprobs_BV.exp().sort(stable=True, dim=-1, descending=True)
@@ -180,7 +181,7 @@ def _choose(
         if uniform_B is None:
             token_B1 = logprobs_BV.argmax(-1, keepdim=True)
         else:
-            cumulative_BV = probs_BV.cumsum(-1)
+            cumulative_BV = probs_BV.cumsum(-1, dtype=torch.float64)  # the end of a long float32 sum is coarse
             target_B1 = uniform_B[start : start + rows, None] * cumulative_BV[:, -1:]
             token_B1 = torch.searchsorted(cumulative_BV, target_B1, right=True)
         logprob_B = logprobs_BV.gather(-1, token_B1)[:, 0]
