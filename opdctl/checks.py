@@ -61,6 +61,9 @@ def _data(settings: AnyStage, pipeline: PipelineSettings) -> Iterator[Problem]:
             task = pipeline.tasks.get(name)
             if isinstance(task, ChainTask) and effort not in task.strides:
                 yield "config.data.efforts", f"tasks.{name}.strides has none for effort '{effort}'"
+            elif isinstance(task, ChainTask) and task.links % task.strides[effort]:
+                text = f"tasks.{name}.strides.{effort}: {task.strides[effort]} does not divide links = {task.links}"
+                yield "config.data.efforts", text
 
 
 def _effort(key: str, effort: str, pipeline: PipelineSettings) -> Iterator[Problem]:

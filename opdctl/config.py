@@ -42,7 +42,7 @@ def load_pipeline(path: str | Path, overrides: Sequence[str] = (), *, workspace:
     instances = [text for text in overrides if _INSTANCE.match(text)]
     plain = [_forced(text, confs) for text in overrides if not _INSTANCE.match(text)]
     config = _compose(file, list(dict.fromkeys(confs)), plain)
-    problems = _unknown_stages(config, overrides)
+    problems = _made_up(config, overrides)
     resolution = _Resolution(config)
     tree = resolution.tree()
     parsed = [resolution.override(text) for text in instances]
@@ -77,7 +77,8 @@ def _forced(text: str, confs: Sequence[Path]) -> str:
         return text
     key = found["key"]
     group = "@" in key or "/" in key or any((conf / key).is_dir() for conf in confs)
-    free = key.partition(".")[0] in ("scale", "axes", "tasks", "hydra")
+    top, *below = key.split(".")
+    free = top in ("scale", "axes", "hydra") or (top == "tasks" and len(below) < 2)
     return text if group or free else f"++{text}"
 
 
@@ -148,23 +149,24 @@ def _first_line(text: str) -> str:
     return next((line.strip() for line in text.splitlines() if line.strip()), "cannot be read")
 
 
-def _unknown_stages(config: "DictConfig", overrides: Sequence[str]) -> list[str]:
-    """An override that makes a stage up is a misspelt name."""
+def _made_up(config: "DictConfig", overrides: Sequence[str]) -> list[str]:
+    """An override that makes a stage or a task up is a misspelt name. A task may be added whole, with a `+`."""
     from omegaconf import OmegaConf, open_dict
 
     problems: list[str] = []
     whole = OmegaConf.to_container(config, resolve=False)
-    stages = whole.get("stages") if isinstance(whole, dict) else None
-    if not isinstance(stages, dict):
-        return []  # `expand` tells what is wrong with it
-    real = [str(name) for name, stage in stages.items() if isinstance(stage, dict) and "kind" in stage]
-    for text in overrides:
-        found = _KEY.match(text)
-        parts = found["key"].split(".") if found else []
-        if parts[:1] == ["stages"] and len(parts) > 2 and "[" not in parts[1] and parts[1] not in real:
-            problems.append(f"override {text}: no stage is called '{parts[1]}'" + near_miss(parts[1], real, "stages"))
-            with open_dict(config):
-                config.stages.pop(parts[1], None)
+    for top, word, mark in (("stages", "stage", {"kind"}), ("tasks", "task", {"task", "path"})):
+        named = whole.get(top) if isinstance(whole, dict) else None
+        if not isinstance(named, dict):
+            continue  # `expand` tells what is wrong with it
+        real = [str(name) for name, body in named.items() if isinstance(body, dict) and body.keys() & mark]
+        for text in overrides:
+            found = _KEY.match(text)
+            parts = found["key"].split(".") if found else []
+            if parts[:1] == [top] and len(parts) > 2 and "[" not in parts[1] and parts[1] not in real:
+                problems.append(f"override {text}: no {word} is called '{parts[1]}'" + near_miss(parts[1], real, top))
+                with open_dict(config):
+                    config[top].pop(parts[1], None)
     return problems
 
 

@@ -58,6 +58,7 @@ class Launcher:
                 InputSpec(given.role, given.label, self._folder(given), dict(given.route), given.weight)
                 for given in item.stage.inputs
             ],
+            workspace=str(self._pipeline.folder),
             new_model=model.model_dump(mode="json") if isinstance(model, NewModel) else None,
             state=str(stage.state),
             output=str(attempt.output) if attempt else "",

@@ -17,6 +17,7 @@ from opdctl.errors import RunBusy
 from opdctl.records import disk_errors, read_json, write_json
 
 PATIENCE_S = 30.0  # that an orphaned worker gets to save its state
+UNSIGNED_S = 1.0  # that whoever took the lock gets to sign it
 UNKNOWN_S = 5.0  # that a worker gets which had not left its note yet: it notices by itself that nobody waits for it
 
 
@@ -30,21 +31,21 @@ def hold(path: Path, workers: Callable[[], Iterable[Path]], report: Callable[[st
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        deadline = time.monotonic() + UNKNOWN_S
-        while not _try(descriptor):
-            _refuse_if_held(path)
-            _stop(workers(), report)
-            if time.monotonic() > deadline and not _try(descriptor):
-                raise RunBusy(
-                    f"run '{path.parent.name}' is locked by a process that opdctl does not know",
-                    hint=f"find it with: fuser -v {path}",
-                )
-            time.sleep(0.05)
+        _take(descriptor, path, workers, report)
         os.set_inheritable(descriptor, True)
         _sign(descriptor, path)
-        yield descriptor
+        try:
+            yield descriptor
+        finally:
+            os.ftruncate(descriptor, 0)  # who holds it no more is not named in it
     finally:
         os.close(descriptor)
+
+
+def held(path: Path) -> bool:
+    """Does the orchestrator that signed the lock live, and hold it still? Looks only; another host's cannot be seen."""
+    holder = read_json(path)
+    return isinstance(holder, dict) and holder["host"] == socket.gethostname() and _lives(holder)
 
 
 def process_start(pid: int) -> int | None:
@@ -64,6 +65,26 @@ def write_worker(path: Path, pid: int) -> None:
 def worker_lives(path: Path) -> bool:
     note = read_json(path)
     return isinstance(note, dict) and _lives(note)
+
+
+def _take(descriptor: int, path: Path, workers: Callable[[], Iterable[Path]], report: Callable[[str], None]) -> None:
+    start = time.monotonic()
+    while not _try(descriptor):
+        waited = time.monotonic() - start
+        holder = read_json(path)
+        if not isinstance(holder, dict):
+            if waited > UNSIGNED_S:
+                raise RunBusy(f"run '{path.parent.name}' is in use", hint="try again, or give another --run")
+            time.sleep(0.05)
+            continue
+        _refuse_if_alive(holder, path)
+        _stop(workers(), report)
+        if waited > UNKNOWN_S and not _try(descriptor):
+            raise RunBusy(
+                f"run '{path.parent.name}' is locked by a process that opdctl does not know",
+                hint=f"find it with: fuser -v {path}",
+            )
+        time.sleep(0.05)
 
 
 def _try(descriptor: int) -> bool:
@@ -88,15 +109,7 @@ def _sign(descriptor: int, path: Path) -> None:
         os.pwrite(descriptor, json.dumps(note).encode(), 0)
 
 
-def _refuse_if_held(path: Path) -> None:
-    holder = None
-    for _ in range(20):  # whoever just took the lock is about to sign it
-        holder = read_json(path)
-        if isinstance(holder, dict):
-            break
-        time.sleep(0.05)
-    if not isinstance(holder, dict):
-        raise RunBusy(f"run '{path.parent.name}' is in use", hint="try again, or give another --run")
+def _refuse_if_alive(holder: dict[str, Any], path: Path) -> None:
     if holder["host"] != socket.gethostname() or _lives(holder):
         raise RunBusy(
             f"run '{path.parent.name}' is in use by process {holder['pid']} on {holder['host']}, "

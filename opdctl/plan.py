@@ -139,7 +139,7 @@ class _Planner:
         if name not in self.data:
             from opdctl.tasks.files import data_digest
 
-            digests = data_digest(task, self.pipeline.folder)
+            digests = data_digest(task, self.pipeline.folder, self.digests.file)
             rows = {"rows": digests.pop(task.path)}
             if task.eval_path is not None:
                 rows["eval_rows"] = digests.pop(task.eval_path, rows["rows"])

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from getpass import getuser
@@ -19,9 +20,10 @@ from opdctl.backends.contract import Event, StageResult
 from opdctl.errors import ConfigError, OpdctlError, StageFailed, StageRefused
 from opdctl.launch import Launcher
 from opdctl.plan import Decision, Plan, PlannedStage
+from opdctl.preflight import check_data
 from opdctl.scheduler import Lease, Pool, Schedule
 from opdctl.store import Parent, Record, StageDir, write_json
-from opdctl.supervisor import RUN_AGAIN, Supervisor, Worker, judge, log_tail
+from opdctl.supervisor import RUN_AGAIN, Supervisor, Worker, judge, log_tail, tell_failure
 from opdctl.tracking import Started, Status, Tracking, open_tracking
 
 POLL_S = 0.1  # between two looks at the events of running stages
@@ -94,6 +96,7 @@ class _Signals:
 
     def __init__(self) -> None:
         self.count = 0
+        self.at_second: Callable[[], None] = lambda: None  # called at once, in the midst of whatever is going on
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "_Signals":
@@ -107,6 +110,8 @@ class _Signals:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.count += 1
+        if self.count > 1:
+            self.at_second()
 
 
 class _Execution:
@@ -134,6 +139,7 @@ class _Execution:
         problems = [
             f"stages.{name}: {problem}" for name, item in self._work.items() for problem in self._launcher.check(item)
         ]
+        problems += check_data(self._pipeline, [item.stage for item in self._work.values()])
         if problems:
             raise ConfigError(problems)
         read = {parent for item in self._work.values() for parent in item.stage.upstream()}
@@ -150,7 +156,7 @@ class _Execution:
         return item.reuse_from or self._run.stage(item.stage.name)
 
     def _open(self) -> Tracking:
-        if self._work:
+        if self._work or self._run.read_pipeline() != self._pipeline.resolved:  # a new run may find all it needs
             self._run.write_pipeline(self._pipeline.resolved)
             self._run.write_info(
                 name=self._run.name,
@@ -175,6 +181,7 @@ class _Execution:
         status: Status = "KILLED"
         try:
             with Supervisor(lock, self._launcher.preload) as supervisor:
+                self._signals.at_second = supervisor.abandon
                 while self._turn(supervisor):
                     pass
             if not self._interrupted:
@@ -195,6 +202,8 @@ class _Execution:
         if self._signals.count > self._heeded:
             self._stop(supervisor)
         for name in self._schedule.ready():
+            if self._signals.count > self._heeded:  # the first start takes seconds
+                return True
             if (lease := self._pool.take(self._work[name].stage.settings.resources)) is not None:
                 self._schedule.start(name)
                 self._leases[name] = lease
@@ -237,7 +246,10 @@ class _Execution:
             supervisor.start(item.stage.name, self._launcher.backend(item), str(stage.spec), attempt)
         except OpdctlError as error:
             self._pool.give_back(self._leases.pop(item.stage.name))
-            self._fail(item, error, "")
+            if self._signals.count > 1:  # `abandon` took the fork server away
+                self._outcome.not_run[item.stage.name] = "interrupted"
+            else:
+                self._fail(item, error, "")
         else:
             self._reporter.started(item.stage.name, attempt.number)
 
@@ -255,6 +267,7 @@ class _Execution:
             if killed and self._interrupted:
                 self._outcome.not_run[worker.stage] = "interrupted"
             else:
+                tell_failure(attempt, str(error), error.hint)
                 self._fail(item, error, log_tail(attempt))
             return
         if record is None:

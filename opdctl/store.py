@@ -276,6 +276,12 @@ class RunDir:
         """
         return lock.hold(self.path / ".lock", self._worker_notes, report)
 
+    def busy(self) -> bool:
+        """Does somebody work in it: an orchestrator, or a worker that outlived one?"""
+        return lock.held(self.path / ".lock") or any(
+            attempt.lives() for stage in self.stages() for attempt in stage.attempts()[-1:]
+        )
+
     def _worker_notes(self) -> list[Path]:
         return [attempt.worker for stage in self.stages() for attempt in stage.attempts()]
 

@@ -7,6 +7,7 @@ a stage then starts in about 0.03 s, as a process group of its own.
 import contextlib
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import time
@@ -14,15 +15,15 @@ import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from multiprocessing import connection, reduction
+from multiprocessing import connection, forkserver, reduction, resource_tracker
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
 from opdctl.backends.contract import EXIT_STOPPED, Event, StageResult
 from opdctl.backends.events import EventTail
-from opdctl.errors import StageFailed
-from opdctl.records import read_json
+from opdctl.errors import OpdctlError, StageFailed
+from opdctl.records import read_json, write_json
 from opdctl.store import Attempt, StageDir
 
 # Threads: the server makes none of its own (it forks), and waiting ones sleep instead of burning the cores that other
@@ -36,8 +37,10 @@ SERVER_ENVIRONMENT = {
 }
 EXIT_FAILED = 1  # an OpdctlError, told in `error_file`
 EXIT_BUG = 3  # any other exception; its traceback is in the log
+HELD_BACK = (signal.SIGINT, signal.SIGTERM)  # from a worker, until it can heed them
 SERVER_LOST = 255  # multiprocessing's exit code where the server that would have reported it is gone
 
+FULL_BYTES = 1 << 20  # a disk with less left counts as full
 RUN_AGAIN = "run again to go on from the last saved step"
 WEIGHTS = ("config.json", "*.safetensors")
 OWED = {"sft": WEIGHTS, "rlvr": WEIGHTS, "opd": WEIGHTS, "eval": ("report.json",)}  # kind -> what it has to publish
@@ -110,9 +113,12 @@ class Supervisor:
             self.wait(timeout_s=0.1)
 
     def start(self, stage: str, backend: str, spec: str, attempt: Attempt) -> None:
+        """The first start waits for the server's imports, which takes seconds."""
         process = self._context.Process(target=_work, args=(backend, spec, attempt, self._lock), name=stage)
         with _environment(SERVER_ENVIRONMENT), _no_main_module():
             try:
+                with _signals_held_back():
+                    forkserver.ensure_running()
                 process.start()
             except (EOFError, OSError) as error:
                 raise StageFailed(
@@ -136,6 +142,13 @@ class Supervisor:
         """Ask every worker to save its state and end."""
         for worker in self.workers.values():
             worker.send(signal.SIGTERM)
+
+    def abandon(self) -> None:
+        """End the fork server, so that a `start` which waits for it fails at once. Callable from a signal handler."""
+        pid = getattr(forkserver._forkserver, "_forkserver_pid", None)  # multiprocessing has no public name for it
+        if pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def kill(self) -> None:
         """End every worker now; `wait` still has to be told of it."""
@@ -191,10 +204,13 @@ def _failure(code: int, attempt: Attempt) -> StageFailed:
             hint = f"the log says more: {attempt.log}"
         return StageFailed(f"its worker was killed by {name}", hint=hint)
     error = read_json(error_file(attempt))
-    if code == EXIT_FAILED and isinstance(error, dict):
+    if code in (EXIT_FAILED, EXIT_BUG) and isinstance(error, dict):
         return StageFailed(error["message"], hint=error["hint"])
-    if code == EXIT_BUG:
-        return StageFailed(log_tail(attempt, 1) or "an unexpected error", hint=f"the traceback is in {attempt.log}")
+    if (free := shutil.disk_usage(attempt.path).free) < FULL_BYTES:  # not even the reason could be written
+        return StageFailed(
+            f"its worker ended with exit code {code}, and the disk of {attempt.path} is full ({free:,} bytes free)",
+            hint="free space, or move the workspace; then " + RUN_AGAIN,
+        )
     return StageFailed(f"its worker ended with exit code {code}", hint=f"the log says more: {attempt.log}")
 
 
@@ -209,8 +225,14 @@ def log_tail(attempt: Attempt, lines: int = 20) -> str:
     return "\n".join(text.rstrip().splitlines()[-lines:])
 
 
+def tell_failure(attempt: Attempt, message: str, hint: str) -> None:
+    """Leave for later why an attempt failed. What a full disk has no room for is told by the caller alone."""
+    with contextlib.suppress(OpdctlError):
+        write_json(error_file(attempt), {"message": message, "hint": hint})
+
+
 def error_file(attempt: Attempt) -> Path:
-    """{"message", "hint"} of the OpdctlError that a worker ended with."""
+    """{"message", "hint"}: why the attempt failed; absent if it did not, or nobody lived to say so."""
     return attempt.path / "error.json"
 
 
@@ -225,6 +247,21 @@ def _pidfd(pid: int) -> int:
         return os.pidfd_open(pid)
     except ProcessLookupError:  # ended, and collected, already
         return -1
+
+
+@contextlib.contextmanager
+def _signals_held_back() -> Iterator[None]:
+    """A process started inside never gets SIGINT and SIGTERM, nor do its children until they unblock them.
+
+    Ctrl-C reaches every process of the terminal; the fork server would die of it while it still imports, and a worker
+    before it has its own group and its handler.
+    """
+    resource_tracker.ensure_running()  # it unblocks the two again if it has to start
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager

@@ -1,9 +1,10 @@
 """The child process: carries out one stage from spec.json and leaves result.json.
 
-Exit codes: 0 done, 1 an error that the user can act on (error.json says which), 3 a bug (traceback in the log),
+Exit codes: 0 done, 1 an error that the user can act on, 3 a bug (error.json says which, the log has the traceback),
 75 stopped on request with its state saved.
 """
 
+import contextlib
 import faulthandler
 import json
 import os
@@ -25,7 +26,7 @@ from opdctl.backends.contract import EXIT_STOPPED, Backend, Event, InputSpec, St
 from opdctl.backends.events import EventWriter
 from opdctl.errors import OpdctlError, StageFailed
 from opdctl.store import Attempt, write_json
-from opdctl.supervisor import EXIT_BUG, EXIT_FAILED, error_file
+from opdctl.supervisor import EXIT_BUG, EXIT_FAILED, HELD_BACK, tell_failure
 
 
 class WorkerControl:
@@ -66,19 +67,28 @@ def _carry_out(backend: str, spec_path: Path, attempt: Attempt) -> int:
         control = WorkerControl(Path(spec.events))
         signal.signal(signal.SIGTERM, control.stop)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the orchestrator's to act on
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BACK)
+        os.chdir(spec.workspace)  # where a verifier of the user's own is looked for
         _limit(spec)
         result = cast(Backend, import_module(backend)).run(spec, control)
         write_json(Path(spec.result), asdict(result))
     except Stopped:
         return EXIT_STOPPED
     except OpdctlError as error:
-        traceback.print_exc()
-        write_json(error_file(attempt), {"message": str(error), "hint": error.hint})
+        tell_failure(attempt, str(error), error.hint)
+        _print_traceback()
         return EXIT_FAILED
-    except Exception:
-        traceback.print_exc()
+    except Exception as error:
+        told = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
+        tell_failure(attempt, told, f"the traceback is in {attempt.log}")
+        _print_traceback()
         return EXIT_BUG
     return 0
+
+
+def _print_traceback() -> None:
+    with contextlib.suppress(OSError):  # a full disk
+        traceback.print_exc()
 
 
 def read_spec(path: Path) -> StageSpec:

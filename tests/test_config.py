@@ -125,6 +125,17 @@ def test_instance_overrides_add_and_remove(files):
     assert refused(removed).problems[0].startswith("stages.many[rung=a,seed=1].config.train.optimizer.lr: required")
 
 
+def test_any_key_of_a_task_can_be_set_whether_the_file_has_it_or_not(files):
+    task = load_pipeline(SMALL, ["tasks.math.links=12", "tasks.math.strides.low=3"]).settings.tasks["math"]
+    assert (task.links, task.strides["low"]) == (12, 3)
+
+
+def test_a_misspelt_task_is_told_with_the_near_one(files):
+    [problem] = refused("tasks.mat.links=12").problems
+    assert problem.startswith("override tasks.mat.links=12: no task is called 'mat' (did you mean 'math'?")
+    assert refused("tasks.math.linkz=12").problems[0].startswith("tasks.math.linkz: unknown key (did you mean 'links'?")
+
+
 def test_folders_with_odd_names_work(files):
     odd = files / "it's, [a] folder=1"
     odd.mkdir()

@@ -45,6 +45,9 @@ def test_rlvr_shows_what_changes_its_rewards_and_groups():
         dynamic_sampling={"max_rounds": 3},
     )
     assert "reward -1 if T(y) > tau b0(x), tau 2 -> 0.5" in text
+    constant = {"tau": 0.5, "tau_from": 0.5, "budget": budget}
+    assert "tau b0(x), tau 0.5" in rlvr(effort=constant).replace("\n", "; ")
+    assert "->" not in rlvr(effort=constant)
     assert "reward falls by 1 over the last 6 tokens" in text
     assert "tied groups replaced, up to 3 rollout batches" in text
     assert text.count("\n") == 1

@@ -111,3 +111,17 @@ def test_a_lock_file_that_says_nothing_is_still_a_lock(run, workspace, monkeypat
         with pytest.raises(RunBusy, match="in use"), run.lock():
             pass
         process.kill()
+
+
+def test_a_run_is_busy_while_its_orchestrator_lives_and_no_longer(run, holder):
+    assert run.busy()
+    holder.kill()
+    holder.wait()
+    assert not run.busy()
+
+
+def test_a_run_is_not_busy_once_this_process_has_let_go_of_it(run):
+    assert not run.busy()
+    with run.lock():
+        assert run.busy()
+    assert not run.busy()

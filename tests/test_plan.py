@@ -252,6 +252,14 @@ def test_rows_may_move_and_their_content_may_not_change(run, workspace):
     assert planned["sft"].reason.startswith("tasks.math.data.rows: ")
 
 
+def test_rows_are_hashed_once(run, workspace, monkeypatch):
+    data = _rows(workspace / "here" / "a.jsonl", '{"p": "1", "a": "1"}\n')
+    (workspace / "runs").mkdir()
+    before = plan(run, data)["sft"].fingerprint
+    monkeypatch.setattr("opdctl.digests.sha256", lambda path: pytest.fail(f"{path} is hashed again"))
+    assert plan(run, data)["sft"].fingerprint == before
+
+
 def test_a_model_folder_counts_by_its_content(run, workspace):
     for name in ("here", "there"):
         folder = workspace / name

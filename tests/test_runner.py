@@ -203,6 +203,32 @@ def test_a_checkpoint_of_another_run_is_put_in_force_by_reference(workspace):
     assert toy.stage(wanted, "a", "second").checkpoint == toy.stage(wanted, "a", "first").checkpoint
 
 
+def test_a_new_run_that_finds_everything_finished_says_what_it_is(workspace):
+    wanted = toy.pipeline({"sft": toy.sft(), "a": toy.sft("stage:sft")})
+    toy.run(wanted, "first")
+    assert toy.run(wanted, "second").done == ["sft", "a"]
+    second = toy.stage(wanted, "sft", "second").path.parent.parent
+    assert list(json.loads((second / "pipeline.yaml").read_text())["stages"]) == ["sft", "a"]
+    assert json.loads((second / "run.json").read_text())["name"] == "second"
+
+
+def test_a_run_in_which_nothing_changed_is_not_written_to(workspace):
+    wanted = toy.pipeline({"sft": toy.sft()})
+    toy.run(wanted)
+    info = toy.stage(wanted, "sft").path.parent.parent / "run.json"
+    before = info.stat().st_mtime_ns
+    toy.run(wanted)
+    assert info.stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("knob", ["crash_at", "kill_at", "exit_at", "refuse_at"])
+def test_why_an_attempt_failed_is_left_beside_its_log(workspace, knob):
+    wanted = toy.pipeline({"sft": toy.sft(task="odd")}, knobs={"odd": {knob: 3}})
+    told = toy.run(wanted).failed["sft"]
+    [attempt] = toy.stage(wanted, "sft").attempts()
+    assert told.startswith(json.loads((attempt.path / "error.json").read_text())["message"])
+
+
 def test_the_run_says_who_started_it_and_what(workspace):
     wanted = toy.pipeline({"sft": toy.sft()})
     toy.run(wanted)

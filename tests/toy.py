@@ -62,9 +62,12 @@ def pipeline(stages, *, knobs=None, folder=None, name="toy", **more) -> Pipeline
 
 def run(wanted: Pipeline, run_name="r", *, reporter=None, rerun=(), only=()) -> Outcome:
     """Plan and execute in this process, in the workspace that the pipeline names, on the toy backend."""
-    BACKENDS["embedded"] = toy_backend
-    folder = Workspace(wanted.folder).run(run_name)
-    return execute(make_plan(wanted, folder, rerun=rerun, only=only), reporter=reporter or Silent())
+    real, BACKENDS["embedded"] = BACKENDS["embedded"], toy_backend
+    try:
+        folder = Workspace(wanted.folder).run(run_name)
+        return execute(make_plan(wanted, folder, rerun=rerun, only=only), reporter=reporter or Silent())
+    finally:
+        BACKENDS["embedded"] = real
 
 
 def stage(wanted: Pipeline, name: str, run_name="r"):

@@ -32,11 +32,12 @@ def run(spec, control):
 
 
 def _knobs(spec):
-    return {name: value for task in spec.tasks.values() for name, value in task["strides"].items()}
+    return {name: value for task in spec.tasks.values() for name, value in task.get("strides", {}).items()}
 
 
 def _train(spec, control, knobs):
     print(f"threads {os.environ['OMP_NUM_THREADS']} devices '{os.environ['CUDA_VISIBLE_DEVICES']}'")
+    print(f"works in {os.getcwd()}")
     print("a line of the log on stderr", file=sys.stderr)
     train = spec.config["train"]
     saved = Path(spec.state) / "step.json"

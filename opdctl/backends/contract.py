@@ -33,6 +33,7 @@ class StageSpec:
     resources: Mapping[str, Any]
     devices: Sequence[int]  # leased GPU ids; empty: CPU
     inputs: Sequence[InputSpec]
+    workspace: str  # the worker's current folder
     new_model: Mapping[str, Any] | None  # settings.NewModel, for an input with an empty path
     state: str  # folder of the recovery state; the backend's own, kept across attempts
     output: str  # empty folder to fill with what the stage publishes

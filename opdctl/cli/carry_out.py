@@ -81,11 +81,15 @@ def validate(
     json: JsonOption = False,
     workspace: WorkspaceOption = HERE,
 ) -> None:
-    """Check a pipeline file: every problem at once, by its key."""
+    """Check a pipeline file and the data that it names: every problem at once, by its key."""
     from opdctl.config import load_pipeline
     from opdctl.console import make_console, plural, print_json
+    from opdctl.errors import ConfigError
+    from opdctl.preflight import check_data
 
     loaded = load_pipeline(pipeline, overrides or (), workspace=workspace)
+    if problems := check_data(loaded, loaded.stages.values()):
+        raise ConfigError(problems)
     if json:
         print_json(
             {"valid": True, "pipeline": loaded.settings.name, "source": loaded.source, "stages": [*loaded.stages]}

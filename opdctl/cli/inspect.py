@@ -29,11 +29,13 @@ def status(run: RunArgument = None, json: JsonOption = False, workspace: Workspa
     found = find_run(workspace, run)
     lines = stage_lines(found)
     if json:
-        print_json({"run": found.name, "busy": busy(found), "info": dict(found.info), "stages": stages_data(lines)})
+        print_json({"run": found.name, "busy": found.busy(), "info": dict(found.info), "stages": stages_data(lines)})
         return
     console = make_console()
     over = sum(line.state in ("done", "reused") for line in lines)
-    console.print(f"run {found.name}: {over} of {plural(len(lines), 'stage')} done{', working' if busy(found) else ''}")
+    console.print(
+        f"run {found.name}: {over} of {plural(len(lines), 'stage')} done{', working' if found.busy() else ''}"
+    )
     console.print(stages_table(lines))
 
 
@@ -169,11 +171,6 @@ def stage_kinds(run: "RunDir") -> dict[str, str]:
     return {name: str(stage.get("kind", "")) for name, stage in run.read_pipeline().get("stages", {}).items()}
 
 
-def busy(run: "RunDir") -> bool:
-    """Is a worker of the run alive?"""
-    return any(attempt.lives() for stage in run.stages() for attempt in stage.attempts()[-1:])
-
-
 def stage_lines(run: "RunDir") -> list["StageLine"]:
     return [_stage_line(run.stage(name), kind) for name, kind in stage_kinds(run).items()]
 
@@ -204,7 +201,7 @@ def _stage_line(stage: "StageDir", kind: str) -> "StageLine":
 
 
 def _failure(attempt: "Attempt") -> str:
-    """The message a worker left when it ended with an error that a user can act on."""
+    """Why an attempt failed; empty if it was stopped, or killed together with who would have noticed."""
     from opdctl.supervisor import error_file
 
     try:
@@ -220,4 +217,4 @@ def _run_line(run: "RunDir") -> "RunLine":
     done = sum(run.stage(name).record() is not None for name in kinds)
     info = run.info
     created = str(info.get("created", ""))[:16].replace("T", " ")
-    return RunLine(run.name, str(info.get("pipeline", "")), created, done, len(kinds), busy(run), str(run.path))
+    return RunLine(run.name, str(info.get("pipeline", "")), created, done, len(kinds), run.busy(), str(run.path))

@@ -6,14 +6,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from opdctl.cli.inspect import busy, find_run, find_stage
+from opdctl.cli.inspect import find_run, find_stage
 from opdctl.cli.options import HERE, RunOption, StageArgument, WorkspaceOption
 
 if TYPE_CHECKING:
     from opdctl.store import Attempt, RunDir, StageDir
 
 LOOK_EVERY_S = 0.3
-GRACE_S = 3.0  # without any worker, between two stages say, before nothing more is expected
 
 
 def logs(
@@ -33,7 +32,7 @@ def logs(
     if number is not None and not chosen:
         known = ", ".join(str(attempt.number) for attempt in attempts) or "none"
         raise ConfigError(f"stage {stage} of run {run.name} has no attempt {number}", hint=f"attempts: {known}")
-    if not chosen and not (follow and busy(run)):
+    if not chosen and not (follow and run.busy()):
         reused = found.reference()
         hint = f"it reuses a checkpoint: opdctl logs '{reused.name}' --run {reused.run}" if reused else ""
         raise ConfigError(f"stage {stage} of run {run.name} was not started, so it has no log", hint=hint)
@@ -46,15 +45,15 @@ def logs(
 def _follow(run: "RunDir", stage: "StageDir", first: int, *, only: bool) -> None:
     """The log of attempt `first` as it grows, then later ones (unless `only`), until nothing more is to come."""
     shown: dict[int, int] = {}  # attempt -> bytes printed
-    quiet_since = time.monotonic()
     while True:
+        # asked before the look at the logs, so that nothing is missed
+        done = stage.record() is not None and not any(attempt.lives() for attempt in stage.attempts())
+        over = done or not run.busy()
         attempts = [a for a in stage.attempts() if a.number == first or (a.number > first and not only)]
-        works = any(attempt.lives() for attempt in attempts)  # asked before the look at the log: nothing is missed
+        over = over or (only and all(a.worker.exists() and not a.lives() for a in attempts))
         for attempt in attempts:
             shown[attempt.number] = _print_from(attempt, shown.get(attempt.number, 0))
-        if works or (busy(run) and not only and stage.record() is None):
-            quiet_since = time.monotonic()
-        elif only or stage.record() is not None or time.monotonic() - quiet_since > GRACE_S:
+        if over:
             return
         time.sleep(LOOK_EVERY_S)
 

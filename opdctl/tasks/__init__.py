@@ -7,6 +7,7 @@ position of a stage is one integer and a resumed stage sees the same rows.
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from opdctl.settings import ChainTask, EffortSettings, FileTask
@@ -66,12 +67,17 @@ class Task(Protocol):
         ...
 
 
-def load_task(name: str, settings: ChainTask | FileTask, efforts: EffortSettings | None) -> Task:
-    """The task called `name`; its prompts carry the column domain=`name`."""
+def load_task(
+    name: str, settings: ChainTask | FileTask, efforts: EffortSettings | None, workspace: Path | None = None
+) -> Task:
+    """The task called `name`; its prompts carry the column domain=`name`.
+
+    Relative paths and the user's own verifiers start at `workspace`, the current folder where absent.
+    """
     if isinstance(settings, ChainTask):
         from opdctl.tasks.chain import ChainStream
 
         return ChainStream(name, settings, efforts)
     from opdctl.tasks.files import FileRows
 
-    return FileRows(name, settings, efforts)
+    return FileRows(name, settings, efforts, workspace)

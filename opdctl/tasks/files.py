@@ -7,7 +7,7 @@ stay on one side.
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -26,10 +26,16 @@ OURS = ("domain", "effort")  # columns that every row gets
 Message = Mapping[str, str]
 
 
-def data_digest(settings: ChainTask | FileTask, folder: Path) -> dict[str, str]:
+def sha256(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def data_digest(settings: ChainTask | FileTask, folder: Path, digest: Callable[[Path], str] = sha256) -> dict[str, str]:
     """sha256 of each file that the rows and their judgement depend on, by its path relative to `folder`.
 
-    A verifier of the workspace counts as data: another version of it is another task.
+    `digest` may remember what it has read. A verifier of the workspace counts as data: another version of it is
+    another task.
     """
     if isinstance(settings, ChainTask):
         return {}
@@ -41,8 +47,7 @@ def data_digest(settings: ChainTask | FileTask, folder: Path) -> dict[str, str]:
     digests = {}
     for path in paths:
         try:
-            with (folder / path).open("rb") as stream:
-                digests[path] = hashlib.file_digest(stream, "sha256").hexdigest()
+            digests[path] = digest(folder / path)
         except OSError as error:
             raise ConfigError(
                 f"{folder / path}: {error.strerror}", hint="paths of data are relative to the workspace"
@@ -230,12 +235,15 @@ class _Naming:
 
 
 class FileRows:
-    """The task of one file. `Prompt.answer` is its Row. `settings.path` is absolute, or relative to here."""
+    """The task of one file. `Prompt.answer` is its Row. Relative paths and own verifiers start at the workspace."""
 
-    def __init__(self, name: str, settings: FileTask, efforts: EffortSettings | None) -> None:
+    def __init__(
+        self, name: str, settings: FileTask, efforts: EffortSettings | None, workspace: Path | None = None
+    ) -> None:
         self.name, self.settings, self.efforts = name, settings, efforts
+        self._folder = workspace or Path.cwd()
         self._check_settings()
-        self._verifier = resolve(settings.verifier, f"tasks.{name}.verifier")
+        self._verifier = resolve(settings.verifier, f"tasks.{name}.verifier", self._folder)
         self._rows = self._load()
         self._groups = first_group(name)
         self._order = lru_cache(maxsize=2)(self._shuffled)
@@ -254,9 +262,9 @@ class FileRows:
 
     def _load(self) -> dict[Split, list[Row]]:
         key, settings = f"tasks.{self.name}", self.settings
-        rows = read_rows(Path(settings.path), settings, f"{key}.path")
+        rows = read_rows(self._folder / settings.path, settings, f"{key}.path")
         if settings.eval_path is not None:
-            held = read_rows(Path(settings.eval_path), settings, f"{key}.eval_path")
+            held = read_rows(self._folder / settings.eval_path, settings, f"{key}.eval_path")
             self._refuse_overlap(rows, held)
             return {"train": rows, "eval": held}
         kept: dict[Split, list[Row]] = {"train": [], "eval": []}
@@ -282,6 +290,10 @@ class FileRows:
 
     def size(self, split: Split) -> int | None:
         return len(self._rows[split])
+
+    def columns(self, split: Split) -> list[Mapping[str, str]]:
+        """The further columns of its rows, each combination once."""
+        return list({tuple(row.columns.items()): row.columns for row in self._rows[split]}.values())
 
     def prompts(self, split: Split, seed: int, start: int, count: int, effort: str | None = None) -> list[Prompt]:
         return [self._prompt(row, effort, start + i) for i, row in enumerate(self._slice(split, seed, start, count))]

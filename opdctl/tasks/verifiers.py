@@ -8,7 +8,7 @@
 |                   | write `(?s).*PATTERN.*` to look for a part                                                      |
 | `math_verify`     | the Math-Verify library finds its expression equal to the answer's                              |
 | `package.module:f`| your own f(completion, answer) says so, with a bool, a number (1.0 or more is correct) or a     |
-|                   | Verdict; it is looked for among what is installed, then in the current folder, the workspace    |
+|                   | Verdict; it is looked for among what is installed, then in the workspace                        |
 """
 
 import importlib
@@ -46,12 +46,15 @@ TOWER = re.compile(
 )
 
 
-def resolve(name: str, key: str = "verifier") -> Verifier:
-    """The verifier called `name`; `key` is the configuration key that errors blame."""
+def resolve(name: str, key: str = "verifier", workspace: Path | None = None) -> Verifier:
+    """The verifier called `name`; `key` is the configuration key that errors blame.
+
+    Your own is imported from `workspace`, the current folder where absent.
+    """
     if name in BUILTIN:
         return BUILTIN[name]
     if CUSTOM.fullmatch(name):
-        return _custom(name, key)
+        return _custom(name, key, workspace or Path.cwd())
     near = get_close_matches(name, BUILTIN, n=1)
     raise ConfigError(
         f"{key}: {name!r} is not a verifier" + (f"; did you mean {near[0]!r}?" if near else ""),
@@ -175,9 +178,9 @@ def _time_limit(name: str) -> Iterator[None]:
 # ----------------------------------------------------------------------------------------------------------- own
 
 
-def _custom(name: str, key: str) -> Verifier:
+def _custom(name: str, key: str, workspace: Path) -> Verifier:
     module, _, function = name.partition(":")
-    here = str(Path.cwd())
+    here = str(workspace.absolute())
     if here not in sys.path:
         sys.path.append(here)  # last: a file of the workspace must not hide an installed package
     try:

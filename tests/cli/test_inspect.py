@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 
 MAX = "max[domain=general]"
 
@@ -33,6 +34,35 @@ def test_status_shows_the_step_of_a_living_worker(call, finished):
     (line,) = (line for line in out.split("\n") if line.startswith("low"))
     assert line.split()[:3] == ["low", "running", "55/200"]
     assert "working" in out
+
+
+def test_status_says_why_a_stage_failed_although_state_of_it_is_saved(call, finished):
+    error = {"message": "ZeroDivisionError: division by zero", "hint": "the traceback is in the log"}
+    (finished.stage("low").attempts()[-1].path / "error.json").write_text(json.dumps(error))
+    stages = {stage["stage"]: stage for stage in json.loads(call("status", "first", "--json")[1])["stages"]}
+    assert (stages["low"]["state"], stages["low"]["step"]) == ("failed", 40)
+    assert "division by zero" in stages["low"]["note"]
+
+
+def test_a_run_is_busy_between_two_workers(call, finished):
+    with finished.lock():
+        assert json.loads(call("status", "--json")[1])["busy"] is True
+        assert json.loads(call("runs", "--json")[1])["runs"][0]["busy"] is True
+    assert json.loads(call("status", "--json")[1])["busy"] is False
+
+
+def test_following_waits_for_a_worker_as_long_as_the_orchestrator_lives(finished, workspace, publish):
+    command = [sys.executable, "-m", "opdctl", "logs", "low", "-f"]
+    with (
+        finished.lock(),
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=workspace) as follower,
+    ):
+        assert follower.stdout.readline() == "low, attempt 2\n"
+        time.sleep(1)
+        assert follower.poll() is None
+        publish(finished, "low", "rlvr", [], {})
+        assert follower.stdout.read() == "log of low\n"
+        assert follower.wait(timeout=10) == 0
 
 
 def test_runs_lists_what_is_done(call, finished):

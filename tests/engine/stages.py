@@ -58,6 +58,7 @@ def spec_of(folder: Path, kind: str, config: dict[str, Any], inputs: list[InputS
         resources=resources,
         devices=[],
         inputs=inputs,
+        workspace=str(folder),
         new_model=MODEL,
         state=str(folder / "state"),
         output=str(folder / "out"),
