@@ -1,4 +1,4 @@
-"""Ctrl-C on a real terminal, which signals every process of it: orchestrator, fork server, worker that has no group yet."""
+"""Ctrl-C on a real terminal, which signals all its processes: orchestrator, fork server, a worker without a group yet."""
 
 import os
 import pty

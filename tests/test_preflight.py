@@ -1,4 +1,4 @@
-"""Nothing starts that cannot finish: files, graders, held-out sizes and routes are looked at before the first worker."""
+"""Nothing starts that cannot finish: files, graders, held-out sizes and routes are looked at before any worker."""
 
 import json
 

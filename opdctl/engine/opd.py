@@ -16,7 +16,7 @@ from opdctl.engine.loop import Metrics, Trainer, mean, open_frozen, open_policy,
 from opdctl.engine.losses import clipped_policy_loss, opd_advantage, token_weights
 from opdctl.engine.policy import Policy
 from opdctl.engine.rows import Mixer, Renderer, judge, roll, stream_seed
-from opdctl.engine.teachers import Router, TeacherPool
+from opdctl.engine.teachers import Router, TeacherPool, check_vocabularies
 from opdctl.engine.vocab import (
     distill_health,
     full_vocab_reverse_kl,
@@ -31,6 +31,7 @@ def run(spec: StageSpec, control: Control) -> StageResult:
     """Train `student` on its own rollouts to follow, row by row, the teacher that the row's columns route to."""
     settings = OpdSettings.model_validate(spec.config)
     policy, tokenizer = open_policy(spec, role(spec, "student")[0], settings.train.precision)
+    check_vocabularies(tokenizer, policy.vocab_size, role(spec, "teachers"))
     trainer = Trainer(spec, control, settings.train, policy, tokenizer)
     distiller = _Distiller(spec, settings, trainer)
     sequences_per_batch = settings.rollout.prompts * settings.rollout.group_size

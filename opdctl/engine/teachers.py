@@ -1,12 +1,62 @@
-"""Many teachers, few in memory: routing of rows to teachers, residency, prefetch."""
+"""Many teachers, few in memory: do they speak the student's language, routing of rows, residency, prefetch."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import zip_longest
+from pathlib import Path
+
+from transformers import AutoConfig
 
 from opdctl.backends.contract import InputSpec
 from opdctl.engine.policy import Policy
+from opdctl.engine.tokenizer import Tokenizer, load_tokenizer
 from opdctl.errors import StageRefused
+
+
+def check_vocabularies(student: Tokenizer, width: int, teachers: Sequence[InputSpec]) -> None:
+    """Compares vocabularies id by id, and the number of logits. Teachers without a folder are the student's own kind.
+
+    A teacher scores the student's token ids: where an id is another word to it, it praises what it never meant.
+    Raises StageRefused naming every teacher that differs.
+    """
+    words = _words(student)
+    known: dict[bytes, str] = {}  # content of tokenizer.json -> what is wrong with it: nine teachers share one
+    problems = []
+    for teacher in (given for given in teachers if given.path):
+        file = Path(teacher.path) / "tokenizer.json"
+        content = file.read_bytes() if file.is_file() else str(teacher.path).encode()
+        if content not in known:
+            known[content] = _difference(words, _words(load_tokenizer(teacher.path)))
+        logits = int(AutoConfig.from_pretrained(teacher.path, local_files_only=True).vocab_size)
+        other = f"it has {logits} logits and the student {width}" if logits != width else ""
+        if problem := known[content] or other:
+            problems.append(f"teacher {teacher.label} has another vocabulary than the student: {problem}")
+    if problems:
+        raise StageRefused(
+            "\n".join(problems), hint="distillation compares token by token: use teachers with the student's tokenizer"
+        )
+
+
+def _words(tokenizer: Tokenizer) -> list[str | None]:
+    """The word of each id; None for ids without one."""
+    vocabulary = tokenizer.get_vocab()
+    words: list[str | None] = [None] * (max(vocabulary.values(), default=-1) + 1)
+    for word, number in vocabulary.items():
+        words[number] = word
+    return words
+
+
+def _difference(student: Sequence[str | None], teacher: Sequence[str | None]) -> str:
+    """The first id that is not the same word; empty where there is none."""
+    for number, (own, other) in enumerate(zip_longest(student, teacher)):
+        if own != other:
+            return f"id {number} is {_shown(own)} to the student and {_shown(other)} to the teacher"
+    return ""
+
+
+def _shown(word: str | None) -> str:
+    return "no word" if word is None else repr(word)
 
 
 class Router:

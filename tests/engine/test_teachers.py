@@ -1,14 +1,18 @@
-"""Every row finds its teacher; no more teachers are in memory than allowed."""
+"""Teachers share the student's words; every row finds its teacher; no more are in memory than allowed."""
 
 import gc
+import re
 import threading
 import weakref
 
 import pytest
+import torch
 
 from opdctl.backends.contract import InputSpec
-from opdctl.engine.teachers import Router, TeacherPool
+from opdctl.engine.checkpoint import new_policy, save_policy
+from opdctl.engine.teachers import Router, TeacherPool, check_vocabularies
 from opdctl.errors import StageRefused
+from opdctl.settings import NewModel
 
 
 def teacher(domain: str, effort: str) -> InputSpec:
@@ -88,3 +92,42 @@ def test_resident_teachers_are_not_loaded_again():
     for number in [0, 1, 2] * 5:
         pool.get(number)
     assert pool.loads == 3
+
+
+WORDS = ["<pad>", "<bos>", "<eos>", "a", "b", "c"]
+SHAPE = {"num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1}
+SHAPE |= {"num_key_value_heads": 1, "head_dim": 8}
+
+
+def model(words):
+    return new_policy(NewModel.model_validate({"source": "new", "shape": SHAPE, "tokenizer": {"words": words}}), seed=0)
+
+
+def saved(folder, words):
+    save_policy(*model(words), folder, dtype=torch.float32)
+    return InputSpec("teachers", folder.name, str(folder))
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([*WORDS[:3], "b", "a", "c"], "id 3 is 'a' to the student and 'b' to the teacher"),
+        ([*WORDS, "d"], "id 6 is no word to the student and 'd' to the teacher"),
+        (WORDS[:5], "id 5 is 'c' to the student and no word to the teacher"),
+    ],
+)
+def test_a_teacher_with_another_vocabulary_is_refused_with_the_first_id_that_differs(tmp_path, words, told):
+    policy, tokenizer = model(WORDS)
+    teachers = [saved(tmp_path / "same", WORDS), saved(tmp_path / "other", words), InputSpec("teachers", "new", "")]
+    with pytest.raises(StageRefused, match=re.escape(told)) as refused:
+        check_vocabularies(tokenizer, policy.vocab_size, teachers)
+    assert "teacher other has" in str(refused.value)
+    assert "teacher same" not in str(refused.value)
+
+
+def test_a_teacher_with_more_logits_than_the_student_is_refused_with_both_numbers(tmp_path):
+    policy, tokenizer = model(WORDS)
+    teacher = saved(tmp_path / "padded", [*WORDS, "x", "y"])
+    tokenizer.save_pretrained(teacher.path)
+    with pytest.raises(StageRefused, match="it has 8 logits and the student 6"):
+        check_vocabularies(tokenizer, policy.vocab_size, [teacher])
