@@ -1,4 +1,4 @@
-"""Ctrl-C on a real terminal, which signals all its processes: orchestrator, fork server, a worker without a group yet."""
+"""Ctrl-C on a real terminal, which signals every process in it: orchestrator, fork server, a worker just forked."""
 
 import os
 import pty
