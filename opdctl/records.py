@@ -138,10 +138,13 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+_IN_THE_WAY = "a file stands where a folder is wanted: move it away, or choose another --run or --workspace"
 _REMEDY = {
     errno.ENOSPC: "the disk is full: free space, or move the workspace; then run the same command again",
     errno.EDQUOT: "the disk quota is used up: free space; then run the same command again",
     errno.EROFS: "the file system is read-only: choose another --workspace",
+    errno.EEXIST: _IN_THE_WAY,
+    errno.ENOTDIR: _IN_THE_WAY,
     errno.EACCES: "no permission: choose another --workspace, or change the folder's permissions",
     errno.EPERM: "no permission: choose another --workspace, or change the folder's permissions",
 }

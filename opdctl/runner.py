@@ -128,6 +128,7 @@ class _Execution:
         self._launcher = Launcher(plan, list(self._work.values()), reporter.message)
         self._code = commit_of_code() if self._work else ""
         self._outcome = Outcome()
+        self._restarted: dict[str, int] = {}  # resumed stage -> the step, too low, that it reported
         self._heeded = 0  # signals acted on
         self._check()
         self._tracking = self._open()
@@ -214,6 +215,7 @@ class _Execution:
         ended = supervisor.wait(POLL_S)
         for worker in (*ended, *supervisor.workers.values()):
             for event in worker.events():
+                self._check_resumed(self._work[worker.stage], worker, event.step)
                 self._reporter.progress(worker.stage, event)
         for worker in ended:
             self._pool.give_back(self._leases.pop(worker.stage))
@@ -253,10 +255,22 @@ class _Execution:
         else:
             self._reporter.started(item.stage.name, attempt.number)
 
+    def _check_resumed(self, item: PlannedStage, worker: Worker, step: int) -> None:
+        """State that was there and is not found must not become a silent start from nothing."""
+        if item.resume_step is not None and step <= item.resume_step and worker.stage not in self._restarted:
+            self._restarted[worker.stage] = step
+            worker.send(signal.SIGKILL)
+
     def _end(self, item: PlannedStage, worker: Worker) -> None:
         stage, attempt = self._run.stage(worker.stage), worker.attempt
         try:
             target = 1 if item.stage.settings.kind == "eval" else item.stage.settings.config.train.max_steps
+            if worker.stage in self._restarted:
+                raise StageFailed(
+                    f"it should have gone on from step {item.resume_step}, and reported step "
+                    f"{self._restarted[worker.stage]}: its saved state was not found",
+                    hint=f"put {stage.state} back as it was, or start the stage anew with --rerun '{worker.stage}'",
+                )
             result = judge(stage, worker, kind=item.stage.settings.kind, target=target)
             if result is None and not self._interrupted:
                 raise StageFailed("its worker was asked to stop, and saved its state", hint=RUN_AGAIN)

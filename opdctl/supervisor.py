@@ -42,6 +42,7 @@ SERVER_LOST = 255  # multiprocessing's exit code where the server that would hav
 
 FULL_BYTES = 1 << 20  # a disk with less left counts as full
 RUN_AGAIN = "run again to go on from the last saved step"
+FULL_DISK = "the disk is full: free space, or move the workspace; then " + RUN_AGAIN
 WEIGHTS = ("config.json", "*.safetensors")
 OWED = {"sft": WEIGHTS, "rlvr": WEIGHTS, "opd": WEIGHTS, "eval": ("report.json",)}  # kind -> what it has to publish
 
@@ -209,7 +210,7 @@ def _failure(code: int, attempt: Attempt) -> StageFailed:
     if (free := shutil.disk_usage(attempt.path).free) < FULL_BYTES:  # not even the reason could be written
         return StageFailed(
             f"its worker ended with exit code {code}, and the disk of {attempt.path} is full ({free:,} bytes free)",
-            hint="free space, or move the workspace; then " + RUN_AGAIN,
+            hint=FULL_DISK,
         )
     return StageFailed(f"its worker ended with exit code {code}", hint=f"the log says more: {attempt.log}")
 

@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 an error that the user can act on, 3 a bug (error.json say
 """
 
 import contextlib
+import errno
 import faulthandler
 import json
 import os
@@ -26,7 +27,7 @@ from opdctl.backends.contract import EXIT_STOPPED, Backend, Event, InputSpec, St
 from opdctl.backends.events import EventWriter
 from opdctl.errors import OpdctlError, StageFailed
 from opdctl.store import Attempt, write_json
-from opdctl.supervisor import EXIT_BUG, EXIT_FAILED, HELD_BACK, tell_failure
+from opdctl.supervisor import EXIT_BUG, EXIT_FAILED, FULL_DISK, HELD_BACK, tell_failure
 
 
 class WorkerControl:
@@ -80,9 +81,10 @@ def _carry_out(backend: str, spec_path: Path, attempt: Attempt) -> int:
         return EXIT_FAILED
     except Exception as error:
         told = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
-        tell_failure(attempt, told, f"the traceback is in {attempt.log}")
+        full = os.strerror(errno.ENOSPC) in told  # from libraries, as other errors than OSError
+        tell_failure(attempt, told, FULL_DISK if full else f"the traceback is in {attempt.log}")
         _print_traceback()
-        return EXIT_BUG
+        return EXIT_FAILED if full else EXIT_BUG
     return 0
 
 

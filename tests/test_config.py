@@ -211,6 +211,7 @@ def test_a_bad_override_is_told_by_its_key(files, override, key, text):
         (SMALL, "name: a\neach: {x: 1}\n", "each: unknown key"),
         (SMALL, "name: a\nstages: [1]\n", "stages: required"),
         (SMALL, "- 1\n", "small.yaml: "),
+        (SMALL, "stages:\n  a: {kind: sft}\n  a: {kind: sft}\n", "small.yaml:3:3: not valid YAML"),
     ],
 )
 def test_a_bad_file_is_told_with_its_place(files, name, text, expected):

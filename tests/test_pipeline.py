@@ -234,3 +234,15 @@ def test_identity_of_a_file_task_is_its_content_and_not_its_path():
     here, there = task("a.jsonl"), task("b/c.jsonl")
     assert _print(here, data={"math": "x"}) == _print(there, data={"math": "x"})
     assert _print(here, data={"math": "x"}) != _print(here, data={"math": "y"})
+
+
+def test_a_value_missing_in_the_last_of_nine_instances_stops_all_of_them():
+    """Nothing is launched, since there is no pipeline to launch."""
+    names = [f"d{number}" for number in range(9)]
+    tasks = {f"tasks.{name}": {"task": "chain", "domain": "math"} for name in names}
+    missing = InstanceOverride("~", "max[domain=d8]", ("config", "train", "optimizer", "lr"), None, delete=True)
+    with pytest.raises(ConfigError) as refused:
+        recipe({"axes.domain": names, "stages.max.foreach.domain": names, **tasks}, instance_overrides=[missing])
+    assert any(
+        text.startswith("stages.max[domain=d8].config.train.optimizer.lr: required") for text in refused.value.problems
+    )

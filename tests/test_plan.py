@@ -4,6 +4,7 @@ import pytest
 from recipes import recipe
 
 from opdctl.errors import ConfigError
+from opdctl.pipeline import InstanceOverride
 from opdctl.plan import Decision, PlannedStage, make_plan
 from opdctl.settings import FileTask
 from opdctl.store import Record, Workspace, write_json
@@ -84,6 +85,20 @@ def test_a_change_runs_the_stage_and_exactly_its_dependants(run):
     assert decisions(planned) == {"sft": "reuse"} | dict.fromkeys(CHAIN[1:], "run")
     assert planned["max[domain=math]"].reason == "config.train.optimizer.lr: 0.001 -> 0.002"
     assert planned["fuse"].reason == "reads max[domain=math], max[domain=code], which runs again"
+
+
+def test_a_change_in_one_domain_runs_its_specialist_the_fusion_and_the_evaluation_only(run, workspace):
+    carry_out(run)
+    reward = InstanceOverride("", "max[domain=code]", ("config", "unfinished_reward"), -0.5)
+    planned = {p.stage.name: p for p in make_plan(recipe(instance_overrides=[reward], folder=workspace), run).stages}
+    assert decisions(planned) == {
+        "sft": "reuse",
+        "max[domain=math]": "reuse",
+        "max[domain=code]": "run",
+        "fuse": "run",
+        "eval": "run",
+    }
+    assert planned["max[domain=code]"].reason == "config.unfinished_reward: 0.0 -> -0.5"
 
 
 def test_resources_and_save_intervals_change_nothing(run):

@@ -113,6 +113,16 @@ def test_a_failed_stage_goes_on_from_its_last_save(workspace, tmp_path):
     assert toy.digests(wanted) == toy.digests(undisturbed)
 
 
+def test_a_resumed_stage_that_silently_starts_from_nothing_has_failed(workspace):
+    knobs = {"odd": {"crash_at": 3, "forgetful": 1, "sleep_ms": 50}}
+    wanted = toy.pipeline({"sft": toy.sft(steps=40, task="odd")}, knobs=knobs)
+    toy.run(wanted)
+    assert toy.stage(wanted, "sft").state_step() == 2
+    outcome = toy.run(wanted)
+    assert "should have gone on from step 2, and reported step 1" in outcome.failed["sft"]
+    assert toy.stage(wanted, "sft").record() is None
+
+
 class Interrupting(toy.Notes):
     """Asks to stop, as Ctrl-C does, when a stage has reported its second step."""
 

@@ -41,7 +41,8 @@ def _train(spec, control, knobs):
     print("a line of the log on stderr", file=sys.stderr)
     train = spec.config["train"]
     saved = Path(spec.state) / "step.json"
-    known = json.loads(saved.read_text()) if saved.exists() else {"step": 0, "values": _start(spec)}
+    forgets = "forgetful" in knobs
+    known = json.loads(saved.read_text()) if saved.exists() and not forgets else {"step": 0, "values": _start(spec)}
     step, values = known["step"], known["values"]
     while step < train["max_steps"]:
         _misbehave(spec, knobs, step)

@@ -119,6 +119,15 @@ def test_odd_metrics_lose_nothing_and_stop_nothing(tracked):
     assert notes.of("message") == []
 
 
+def test_a_killed_worker_leaves_no_mlflow_run_running_or_finished(tracked):
+    wanted = toy.pipeline({"sft": toy.sft(task="faulty")}, knobs={"faulty": {"kill_at": 3}}, **ON)
+    toy.run(wanted)
+    assert Store(tracked).run("sft").info.status == "KILLED"
+    assert Store(tracked).run().info.status == "FAILED"
+    assert toy.run(wanted).done == ["sft"]
+    assert Store(tracked).run("sft").info.status == "FINISHED"
+
+
 def test_two_attempts_are_one_curve_without_doubled_points(tracked):
     wanted = toy.pipeline({"sft": toy.sft(steps=6, task="faulty")}, knobs={"faulty": {"crash_at": 5}}, **ON)
     toy.run(wanted)
