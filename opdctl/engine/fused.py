@@ -113,9 +113,9 @@ def norm_rotate(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float)
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """See `_SwiGlu`."""
-    if not torch.is_grad_enabled():  # nothing to keep for a backward pass
+    if not torch.is_grad_enabled():  # the same products, nothing kept for a backward pass
         gate, up = gate_up.chunk(2, -1)
-        return F.silu(gate).mul_(up)
+        return gate.sigmoid().mul_(gate).mul_(up)
     gated: Tensor = _SwiGlu.apply(gate_up)  # type: ignore[no-untyped-call]
     return gated
 
