@@ -107,7 +107,7 @@ class _SmallAttention(torch.autograd.Function):
 
 def norm_rotate(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
     """See `_NormRotate`."""
-    rotated: Tensor = _NormRotate.apply(x, weight, cos, sin, eps)  # type: ignore[no-untyped-call]
+    rotated: Tensor = _NormRotate.apply(x, weight, cos, sin, eps)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
     return rotated
 
 
@@ -116,7 +116,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
     if not torch.is_grad_enabled():  # the same products, nothing kept for a backward pass
         gate, up = gate_up.chunk(2, -1)
         return gate.sigmoid().mul_(gate).mul_(up)
-    gated: Tensor = _SwiGlu.apply(gate_up)  # type: ignore[no-untyped-call]
+    gated: Tensor = _SwiGlu.apply(gate_up)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
     return gated
 
 
@@ -126,7 +126,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
     if columns <= SMALL and q.device.type == "cpu" and q.dtype != torch.bfloat16:
         if bias is None:
             bias = torch.full((columns, columns), float("-inf"), dtype=q.dtype).triu_(1)
-        attended: Tensor = _SmallAttention.apply(q, k, v, bias)  # type: ignore[no-untyped-call]
+        attended: Tensor = _SmallAttention.apply(q, k, v, bias)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
     else:
         shared = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
@@ -154,7 +154,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    normed: Tensor = _RmsNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
+    normed: Tensor = _RmsNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
     return normed
 
 

@@ -34,7 +34,7 @@ def token_logprobs(
     """
     if len(hidden_ND) <= (chunk or _chunk_tokens(head_VD)):
         return _whole_logprobs(hidden_ND, head_VD, targets_N, temperature)
-    pair = _TokenLogprobs.apply(hidden_ND, head_VD, targets_N, temperature, chunk)  # type: ignore[no-untyped-call]
+    pair = _TokenLogprobs.apply(hidden_ND, head_VD, targets_N, temperature, chunk)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
     return cast(tuple[Tensor, Tensor], pair)
 
 
@@ -336,7 +336,7 @@ def _weighted(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """(sum_n weights_n values[loss]_n, values)."""
     values: dict[str, Tensor] = {}
-    total = _WeightedLoss.apply(  # type: ignore[no-untyped-call]
+    total = _WeightedLoss.apply(  # type: ignore[no-untyped-call]  # torch leaves it unannotated
         hidden_ND, head_VD, weights_N, form, loss, chunk, values
     )
     return cast(Tensor, total), values
