@@ -32,9 +32,9 @@ SERVER_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "PASSIVE",
-    # under a millisecond: without any, a stage of two threads and small tensors took 2.8 times as long (172 ms a
-    # step, not 62); without a limit, threads that outnumber their cores burn them
-    "GOMP_SPINCOUNT": "200000",
+    # some microseconds of spinning halve the time of small steps on two threads (172 to 83 ms); much more of it stops
+    # them altogether once another process wants the cores
+    "GOMP_SPINCOUNT": "2000",
     "TOKENIZERS_PARALLELISM": "false",
 }
 EXIT_FAILED = 1  # an OpdctlError, told in `error_file`
