@@ -64,7 +64,20 @@ def _sequences(mixer: Mixer, renderer: Renderer, start: int, count: int, max_tok
                 f"a demonstration has {len(prompt) + len(completion)} tokens and config.max_tokens is {max_tokens}",
                 hint="raise config.max_tokens, or drop such rows: a cut answer teaches to stop in the middle",
             )
-    return [
-        Sequence(tuple(prompt), tuple(completion), demonstration.prompt.group)
-        for prompt, completion, demonstration in zip(prompts, completions, shown, strict=True)
-    ]
+    return bucketed(
+        [
+            Sequence(tuple(prompt), tuple(completion), demonstration.prompt.group)
+            for prompt, completion, demonstration in zip(prompts, completions, shown, strict=True)
+        ]
+    )
+
+
+def bucketed(sequences: list[Sequence]) -> list[Sequence]:
+    """The sequences from short to long, so that micro-batches pad little; groups stay side by side."""
+    lengths = [len(sequence.prompt) + len(sequence.completion) for sequence in sequences]
+    longest: dict[int, int] = {}
+    for sequence, length in zip(sequences, lengths, strict=True):
+        longest[sequence.group] = max(length, longest.get(sequence.group, 0))
+    # group 0 shares nothing: each of its sequences goes by its own length
+    keys = [longest[s.group] if s.group else length for s, length in zip(sequences, lengths, strict=True)]
+    return [sequences[i] for i in sorted(range(len(sequences)), key=keys.__getitem__)]
