@@ -14,7 +14,10 @@ class Digests:
 
     def __init__(self, memory: Path) -> None:
         self._memory = memory
-        self._known: dict[str, list[Any]] = read_json(memory) or {}
+        found = read_json(memory) or {}
+        self._known: dict[str, list[Any]] = {
+            key: known for key, known in found.items() if isinstance(known, list) and len(known) == 3
+        }
         self._grown = False
 
     def file(self, path: Path) -> str:

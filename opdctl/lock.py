@@ -20,6 +20,9 @@ PATIENCE_S = 30.0  # that an orphaned worker gets to save its state
 UNSIGNED_S = 1.0  # that whoever took the lock gets to sign it
 UNKNOWN_S = 5.0  # that a worker gets which had not left its note yet: it notices by itself that nobody waits for it
 
+NOTED = ("pid", "pgid", "start", "boot")  # what a worker's note holds
+SIGNED = ("pid", "host", "started", "start", "boot")  # what the orchestrator's signature holds
+
 
 @contextlib.contextmanager
 def hold(path: Path, workers: Callable[[], Iterable[Path]], report: Callable[[str], None]) -> Iterator[int]:
@@ -44,8 +47,8 @@ def hold(path: Path, workers: Callable[[], Iterable[Path]], report: Callable[[st
 
 def held(path: Path) -> bool:
     """Does the orchestrator that signed the lock live, and hold it still? Looks only; another host's cannot be seen."""
-    holder = read_json(path)
-    return isinstance(holder, dict) and holder["host"] == socket.gethostname() and _lives(holder)
+    holder = read_json(path, *SIGNED)
+    return holder is not None and holder["host"] == socket.gethostname() and _lives(holder)
 
 
 def process_start(pid: int) -> int | None:
@@ -63,16 +66,16 @@ def write_worker(path: Path, pid: int) -> None:
 
 
 def worker_lives(path: Path) -> bool:
-    note = read_json(path)
-    return isinstance(note, dict) and _lives(note)
+    note = read_json(path, *NOTED)
+    return note is not None and _lives(note)
 
 
 def _take(descriptor: int, path: Path, workers: Callable[[], Iterable[Path]], report: Callable[[str], None]) -> None:
     start = time.monotonic()
     while not _try(descriptor):
         waited = time.monotonic() - start
-        holder = read_json(path)
-        if not isinstance(holder, dict):
+        holder = read_json(path, *SIGNED)
+        if holder is None:
             if waited > UNSIGNED_S:
                 raise RunBusy(f"run '{path.parent.name}' is in use", hint="try again, or give another --run")
             time.sleep(0.05)
@@ -132,7 +135,7 @@ def _boot() -> str | None:
 
 
 def _stop(notes: Iterable[Path], report: Callable[[str], None]) -> None:
-    left = [note for path in notes if isinstance(note := read_json(path), dict) and _lives(note)]
+    left = [note for path in notes if (note := read_json(path, *NOTED)) and _lives(note)]
     for note in left:
         report(f"stopping worker {note['pid']}, left behind by an opdctl that ended; it saves its state first")
         with contextlib.suppress(ProcessLookupError):

@@ -56,17 +56,18 @@ def read_record(folder: Path) -> Record | str:
     try:
         data = json.loads((folder / RECORD).read_text())
         record = Record(**(data | {"parents": [Parent(**parent) for parent in data["parents"]]}))
+        sizes = {name: int(listed["size"]) for name, listed in record.files.items()}
     except FileNotFoundError:
         return f"{folder / RECORD} is missing"
     except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
         return f"record unreadable: {folder / RECORD}: {error}"
-    for name, listed in record.files.items():
+    for name, listed in sizes.items():
         try:
             size = (folder / name).stat().st_size
         except OSError:
             return f"checkpoint damaged: {folder / name} is missing"
-        if size != listed["size"]:
-            return f"checkpoint damaged: {folder / name} has {size:,} bytes instead of {listed['size']:,}"
+        if size != listed:
+            return f"checkpoint damaged: {folder / name} has {size:,} bytes instead of {listed:,}"
     return record
 
 
@@ -121,12 +122,13 @@ def write_json(path: Path, value: Any) -> None:
         sync(path.parent)
 
 
-def read_json(path: Path) -> Any:
-    """None where there is no file, or none that can be read as JSON."""
+def read_json(path: Path, *keys: str) -> dict[str, Any] | None:
+    """None where there is no file, or none that holds a JSON object with these keys: it was damaged then."""
     try:
-        return json.loads(path.read_text())
+        found = json.loads(path.read_text())
     except (OSError, ValueError):
         return None
+    return found if isinstance(found, dict) and found.keys() >= set(keys) else None
 
 
 def sync(path: Path) -> None:

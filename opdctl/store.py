@@ -189,12 +189,12 @@ class StageDir:
 
     def state_step(self) -> int | None:
         """The optimizer step that a resumed stage goes on from."""
-        saved = read_json(self.state / "step.json")
-        return saved.get("step") if isinstance(saved, dict) else None
+        saved = read_json(self.state / "step.json", "step")
+        return saved["step"] if saved else None
 
     def _note(self) -> Mapping[str, Any] | None:
-        note = read_json(self.identity)
-        if not isinstance(note, dict) or not self.state.is_dir() or not any(self.state.iterdir()):
+        note = read_json(self.identity, "identity", "parents")
+        if note is None or not self.state.is_dir() or not any(self.state.iterdir()):
             return None
         record = self.record()  # a kill after publishing, before the state was deleted
         published = record and record.identity == note["identity"] and record.parent_ids() == note["parents"]
@@ -339,8 +339,8 @@ class Workspace:
         """Fingerprint -> every checkpoint that was ever published with it; read once, newest first."""
         if self._index is None:
             self._index = {}
-            found = [(read_json(path), path) for path in self._record_files()]
-            known = [(data, path) for data, path in found if isinstance(data, dict) and "stage" in data]
+            found = [(read_json(path, "stage"), path) for path in self._record_files()]
+            known = [(data, path) for data, path in found if data is not None]
             for data, path in sorted(known, key=lambda pair: str(pair[0].get("created")), reverse=True):
                 stage = StageDir(path.parents[2], str(data["stage"]), path.parent.name)
                 self._index.setdefault(str(data.get("fingerprint")), []).append(stage)
@@ -349,8 +349,7 @@ class Workspace:
     def checkpoint(self, record_id: str) -> StageDir | None:
         """The stage as it was when the record of this id was published; None if the folder is gone."""
         for path in self._record_files(record_id):
-            data = read_json(path)
-            if isinstance(data, dict) and "stage" in data:
+            if data := read_json(path, "stage"):
                 return StageDir(path.parents[2], str(data["stage"]), record_id)
         return None
 

@@ -176,12 +176,12 @@ def judge(stage: StageDir, worker: Worker, *, kind: str, target: int) -> StageRe
     attempt = worker.attempt
     if code == EXIT_STOPPED:
         return None
-    given = read_json(stage.result)
+    given = read_json(stage.result, "step", "metrics")
     if code is None and given is None:
         raise StageFailed("its end was not seen, the process that forks workers was killed", hint=RUN_AGAIN)
     if code:
         raise _failure(code, attempt)
-    if not isinstance(given, dict):
+    if given is None:
         raise StageFailed("it ended with exit code 0 but left no result", hint=f"the log says more: {attempt.log}")
     result = StageResult(**given)
     if result.step < target:
@@ -206,8 +206,8 @@ def _failure(code: int, attempt: Attempt) -> StageFailed:
         else:
             hint = f"the log says more: {attempt.log}"
         return StageFailed(f"its worker was killed by {name}", hint=hint)
-    error = read_json(error_file(attempt))
-    if code in (EXIT_FAILED, EXIT_BUG) and isinstance(error, dict):
+    error = read_json(error_file(attempt), "message", "hint")
+    if code in (EXIT_FAILED, EXIT_BUG) and error is not None:
         return StageFailed(error["message"], hint=error["hint"])
     if (free := shutil.disk_usage(attempt.path).free) < FULL_BYTES:  # not even the reason could be written
         return StageFailed(

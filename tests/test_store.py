@@ -192,6 +192,18 @@ def test_runs_are_listed_newest_first(workspace):
     assert [run.name for run in Workspace(workspace).runs()] == ["a", "b", "c"]
 
 
+@pytest.mark.parametrize("content", [b"3", b"[1]", b"{}", b"\xff\x00", b'{"pid": 1', b"null"])
+def test_files_damaged_on_the_disk_say_nothing_and_crash_nothing(run, stage, content):
+    begin(stage, {"seed": 1})
+    attempt = stage.new_attempt()
+    for path in (stage.identity, attempt.worker, run.path / "run.json", run.path / "pipeline.yaml", run.path / ".lock"):
+        path.write_bytes(content)
+    (run.path.parent / ".digests.json").write_bytes(content)
+    assert [found.name for found in run.workspace.runs()] == [run.name]
+    assert (run.info, run.read_pipeline(), run.busy(), stage.unfinished()) == ({}, {}, False, None)
+    assert run.workspace.digests().file(stage.identity)
+
+
 def test_info_grows(run):
     run.write_info(user="u")
     run.write_info(mlflow="m")

@@ -30,6 +30,16 @@ def test_a_tail_gives_each_event_once_and_leaves_a_line_without_its_end_for_late
     assert tail.read() == [Event(2, 4, {})]
 
 
+def test_a_tail_passes_over_lines_that_were_damaged_on_the_disk(tmp_path):
+    path = tmp_path / "events.jsonl"
+    writer = EventWriter(path)
+    writer.write(Event(1, 2, {"loss": 1.0}))
+    with path.open("ab") as stream:
+        stream.write(b'\xff\x00\x85\n3\n[]\n{}\n\n{"step": "a", "total": 2, "metrics": {}}\n{"step": 1, "to\n')
+    writer.write(Event(2, 2, {"loss": 0.5}))
+    assert [event.step for event in EventTail(path).read()] == [1, 2]
+
+
 def test_an_event_that_finds_no_room_on_the_disk_fails_the_stage():
     control = WorkerControl(Path("/dev/full"))
     with pytest.raises(StageFailed, match="step 3 could not be reported"):

@@ -23,7 +23,10 @@ class EventWriter:
 
 
 class EventTail:
-    """Reads what was appended since the last call. A line without its end is left for later."""
+    """Reads what was appended since the last call. A line without its end is left for later.
+
+    Lines that were damaged on the disk are passed over: events are shown and tracked, nothing is computed from them.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -38,4 +41,13 @@ class EventTail:
             return []
         whole = content[: content.rfind(b"\n") + 1]
         self._offset += len(whole)
-        return [Event(**json.loads(line)) for line in whole.splitlines()]
+        return [event for line in whole.split(b"\n") if (event := _event(line)) is not None]
+
+
+def _event(line: bytes) -> Event | None:
+    try:
+        found = Event(**json.loads(line))
+        float(found.step), float(found.total), float(found.time), dict(found.metrics)
+    except (ValueError, TypeError):
+        return None
+    return found

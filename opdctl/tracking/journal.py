@@ -115,11 +115,15 @@ def _file(attempt: Attempt) -> Path:
 
 
 def _read(attempt: Attempt) -> Entry | None:
-    data = read_json(_file(attempt))
-    if not isinstance(data, dict):
+    """None where the attempt was not tracked, or its entry was damaged since: no training stops for that."""
+    data = read_json(_file(attempt), "parents", "ended")
+    if data is None:
         return None
-    ended = data["ended"]
-    if ended is not None:
-        ending = ended | {"published": Published(**ended["published"]) if ended["published"] else None}
-        data["ended"] = Ending(**ending)
-    return Entry(**(data | {"parents": [Parent(**parent) for parent in data["parents"]]}))
+    try:
+        ended = data["ended"]
+        if ended is not None:
+            ending = ended | {"published": Published(**ended["published"]) if ended["published"] else None}
+            data["ended"] = Ending(**ending)
+        return Entry(**(data | {"parents": [Parent(**parent) for parent in data["parents"]]}))
+    except (TypeError, KeyError):
+        return None
