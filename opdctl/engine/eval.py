@@ -13,7 +13,7 @@ from opdctl.backends.contract import Control, InputSpec, StageResult, StageSpec,
 from opdctl.engine.advantages import over_budget
 from opdctl.engine.effort import BudgetEstimator
 from opdctl.engine.loop import Metrics, open_policy, open_tasks, role
-from opdctl.engine.recovery import write_whole
+from opdctl.engine.recovery import damaged, write_whole
 from opdctl.engine.rows import Mixer, Renderer, Row, judge, roll, stream_seed
 from opdctl.engine.scores import CellCounts, FusionTable, fusion_tables, normalised_score, pass_at_k, wilson_interval
 from opdctl.engine.teachers import Router
@@ -133,8 +133,11 @@ def cell_name(task: str, effort: str | None) -> str:
 
 
 def _read(path: Path, cells: Sequence[str]) -> dict[str, CellScore]:
-    stored = json.loads(path.read_text())
-    return {name: CellScore(CellCounts(**stored[name]["counts"]), stored[name]["pass_k"]) for name in cells}
+    try:
+        stored = json.loads(path.read_text())
+        return {name: CellScore(CellCounts(**stored[name]["counts"]), stored[name]["pass_k"]) for name in cells}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise damaged(path, error) from error
 
 
 def _means(scores: Mapping[str, CellScore]) -> Metrics:

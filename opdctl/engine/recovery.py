@@ -12,8 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from opdctl.errors import StageRefused
 
 
 @dataclass(frozen=True)
@@ -31,14 +34,17 @@ class Recovery:
         self.folder = Path(folder)
 
     def load(self) -> Save | None:
-        """The last complete save, or None."""
+        """The last complete save, or None. Raises StageRefused where it was damaged since."""
         pointer = self.folder / "step.json"
         if not pointer.exists():
             return None
-        step = int(json.loads(pointer.read_text())["step"])
-        folder = self.folder / f"step-{step}"
-        counters = json.loads((folder / "counters.json").read_text())
-        return Save(step, counters["position"], counters["metrics"], load_file(folder / "state.safetensors"))
+        try:
+            step = int(json.loads(pointer.read_text())["step"])
+            folder = self.folder / f"step-{step}"
+            counters = json.loads((folder / "counters.json").read_text())
+            return Save(step, counters["position"], counters["metrics"], load_file(folder / "state.safetensors"))
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+            raise damaged(self.folder, error) from error
 
     def save(self, save: Save) -> None:
         folder = self.folder / f"step-{save.step}"
@@ -53,6 +59,14 @@ class Recovery:
         for old in self.folder.glob("step-*"):
             if old != folder:
                 shutil.rmtree(old, ignore_errors=True)
+
+
+def damaged(path: Path, error: Exception) -> StageRefused:
+    """To start anew is the user's to decide: hours may be lost."""
+    return StageRefused(
+        f"{path}: the saved state cannot be read: {type(error).__name__}: {error}",
+        hint="put it back as it was, or start the stage anew with --rerun STAGE",
+    )
 
 
 def write_whole(path: Path, value: Any) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from opdctl.engine.recovery import Recovery, Save
+from opdctl.errors import StageRefused
 
 
 def save_of(step: int) -> Save:
@@ -57,3 +58,20 @@ def test_a_save_cut_short_leaves_the_one_before(tmp_path, monkeypatch, dies_at):
     again = recovery.load()
     assert again is not None
     assert again.step == 2
+
+
+@pytest.mark.parametrize("name", ["step.json", "step-1/counters.json", "step-1/state.safetensors"])
+@pytest.mark.parametrize("content", [None, b"", b"[]", b"\xff\x00{"])
+def test_a_damaged_save_is_refused_by_its_folder_and_never_a_start_from_nothing(tmp_path, name, content):
+    recovery = Recovery(str(tmp_path))
+    recovery.save(save_of(1))
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    elif name != "step.json":
+        (tmp_path / name).unlink()
+    else:
+        (tmp_path / "step-1").rename(tmp_path / "step-2")
+    with pytest.raises(StageRefused, match="the saved state cannot be read") as refused:
+        recovery.load()
+    assert str(tmp_path) in str(refused.value)
+    assert "--rerun" in refused.value.hint
