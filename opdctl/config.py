@@ -113,7 +113,7 @@ def _override_problem(text: str, told: str) -> ConfigError:
     return ConfigError(f"override {text.removeprefix('++')}: {': '.join(lines[-2:])}", hint=_GRAMMAR)
 
 
-_GRAMMAR = "write KEY=VALUE; quote values with blanks or commas: KEY='\"a, b\"'. Hydra's grammar of overrides applies"
+_GRAMMAR = "write KEY=VALUE; quote values with blanks, commas or brackets: KEY='\"a, b\"'. Hydra's grammar applies"
 
 
 def _quoted(text: str) -> str:

@@ -204,7 +204,11 @@ class _Planner:
                 None,
             )
         if waiting:
-            return Decision.RUN, f"reads {_names(waiting)}, which runs again; half-trained state {at} is dropped", None
+            return (
+                Decision.RUN,
+                f"reads {_names(waiting)}, which {_run(waiting)} again; half-trained state {at} is dropped",
+                None,
+            )
         if directory.unfinished_parents() != [parent.record_id for parent in draft.parents]:
             return Decision.RUN, f"its inputs were trained anew; half-trained state {at} is dropped", None
         return Decision.RESUME, f"half-trained {at}" + "".join(f"; {line}" for line in _told(differences)), None
@@ -219,7 +223,7 @@ class _Planner:
         if own:
             return "; ".join(own)
         if waiting:
-            return f"reads {_names(waiting)}, which runs again"
+            return f"reads {_names(waiting)}, which {_run(waiting)} again"
         then = {(parent.role, parent.ref): parent.record_id for parent in record.parents}
         anew = [p.label for p in draft.parents if p.record_id and then.get((p.role, p.ref), "") != p.record_id]
         if anew:
@@ -253,6 +257,10 @@ def _show(value: Any) -> str:
 def _names(stages: Sequence[PlannedStage]) -> str:
     names = [item.stage.name for item in stages]
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _run(stages: Sequence[PlannedStage]) -> str:
+    return "runs" if len(stages) == 1 else "run"
 
 
 def _total_steps(stage: Stage) -> int:

@@ -84,7 +84,7 @@ def test_a_change_runs_the_stage_and_exactly_its_dependants(run):
     planned = plan(run, {LR: 0.002})
     assert decisions(planned) == {"sft": "reuse"} | dict.fromkeys(CHAIN[1:], "run")
     assert planned["max[domain=math]"].reason == "config.train.optimizer.lr: 0.001 -> 0.002"
-    assert planned["fuse"].reason == "reads max[domain=math], max[domain=code], which runs again"
+    assert planned["fuse"].reason == "reads max[domain=math], max[domain=code], which run again"
 
 
 def test_a_change_in_one_domain_runs_its_specialist_the_fusion_and_the_evaluation_only(run, workspace):

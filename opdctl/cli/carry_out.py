@@ -134,7 +134,7 @@ def _show_outcome(planned: "Plan", outcome: "Outcome", json: bool) -> None:
     from opdctl.console.tables import stages_data, stages_table
 
     lines = [_line(item, planned, outcome) for item in planned.stages]
-    reports = {item.stage.name: report for item in planned.stages if (report := _report(item, planned))}
+    reports = {item.stage.name: _report(item, planned) for item in planned.stages if _reports(item, outcome)}
     if json:
         print_json(
             {
@@ -185,10 +185,11 @@ def _line(item: "PlannedStage", planned: "Plan", outcome: "Outcome") -> "StageLi
     return StageLine(name, kind, state, step, item.total_steps, note=outcome.not_run.get(name, ""))
 
 
-def _report(item: "PlannedStage", planned: "Plan") -> Mapping[str, Any] | None:
-    """What an eval stage published, if this run has it."""
-    stage = planned.run.stage(item.stage.name)
-    if item.stage.settings.kind != "eval" or stage.record() is None:
-        return None
-    report: dict[str, Any] = parse((stage.checkpoint / "report.json").read_text())
+def _reports(item: "PlannedStage", outcome: "Outcome") -> bool:
+    """Has it a report of the models of this run? What an eval stage published of earlier ones would mislead."""
+    return item.stage.settings.kind == "eval" and item.stage.name in outcome.done
+
+
+def _report(item: "PlannedStage", planned: "Plan") -> Mapping[str, Any]:
+    report: dict[str, Any] = parse((planned.run.stage(item.stage.name).checkpoint / "report.json").read_text())
     return report

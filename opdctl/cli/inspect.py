@@ -1,5 +1,6 @@
 """`status`, `lineage`, `runs`: what the disk says. Nothing here starts, stops or changes anything."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from json import loads
 from pathlib import Path
@@ -58,7 +59,7 @@ def lineage(
     checkpoint: Annotated[
         str | None,
         typer.Argument(
-            metavar="[CHECKPOINT]",
+            metavar="CHECKPOINT",
             help="A stage's address or the path of a checkpoint; the last stages of the run if absent.",
             autocompletion=complete_stages,
         ),
@@ -111,7 +112,8 @@ def _at_path(workspace: "Workspace", path: Path) -> "StageDir":
 
     record = read_record(path)
     if isinstance(record, str):
-        raise ConfigError(f"{path} is not a checkpoint of opdctl: {record}")
+        hint = "name a stage, or a folder such as runs/RUN/stages/sft/checkpoint"
+        raise ConfigError(f"{path} is not a checkpoint of opdctl: {record}", hint=hint)
     stage = workspace.checkpoint(record.id)
     if stage is None:
         raise ConfigError(f"{path} belongs to another workspace", hint="name that one with --workspace")
@@ -187,7 +189,7 @@ def _stage_line(stage: "StageDir", kind: str) -> "StageLine":
         return StageLine(stage.name, kind, "running", step, total, None, metrics, f"attempt {attempts[-1].number}")
     if record := stage.record():
         origin = stage.reference()
-        state, note = ("reused", f"from {origin.run}:{origin.name}") if origin else ("done", "")
+        state, note = ("reused", f"from {origin.run}:{origin.name}") if origin else ("done", _since(stage, attempts))
         done = StageLine(stage.name, kind, state, record.step, record.step, record.seconds, record.metrics, note)
         return replace(done, checkpoint=str(stage.checkpoint))
     if damage := stage.damage():
@@ -198,6 +200,14 @@ def _stage_line(stage: "StageDir", kind: str) -> "StageLine":
     if reason := _failure(attempts[-1]):
         return StageLine(stage.name, kind, "failed", step, note=reason)
     return StageLine(stage.name, kind, "half-trained" if step else "stopped", step)
+
+
+def _since(stage: "StageDir", attempts: Sequence["Attempt"]) -> str:
+    """What came of an attempt that is later than the checkpoint in force: one with other settings or inputs."""
+    if attempts and (reason := _failure(attempts[-1])):
+        return f"attempt {attempts[-1].number}, later, failed: {reason}"
+    step = stage.state_step()
+    return f"attempt {attempts[-1].number}, later, stopped at step {step}" if attempts and step else ""
 
 
 def _failure(attempt: "Attempt") -> str:

@@ -23,6 +23,7 @@ def logs(
     workspace: WorkspaceOption = HERE,
 ) -> None:
     """Print what a stage's worker wrote."""
+    from opdctl.console import make_console
     from opdctl.errors import ConfigError
 
     run = find_run(workspace, run_name)
@@ -37,13 +38,18 @@ def logs(
         hint = f"it reuses a checkpoint: opdctl logs '{reused.name}' --run {reused.run}" if reused else ""
         raise ConfigError(f"stage {stage} of run {run.name} was not started, so it has no log", hint=hint)
     if follow:
-        _follow(run, found, number or (chosen[0].number if chosen else 1), only=number is not None)
+        printed = _follow(run, found, number or (chosen[0].number if chosen else 1), only=number is not None)
     else:
-        _print_from(chosen[0], 0)
+        printed = _print_from(chosen[0], 0)
+    if not printed:
+        make_console(stderr=True).print(f"the worker of {stage} printed nothing; its steps: opdctl status {run.name}")
 
 
-def _follow(run: "RunDir", stage: "StageDir", first: int, *, only: bool) -> None:
-    """The log of attempt `first` as it grows, then later ones (unless `only`), until nothing more is to come."""
+def _follow(run: "RunDir", stage: "StageDir", first: int, *, only: bool) -> int:
+    """The log of attempt `first` as it grows, then later ones (unless `only`), until nothing more is to come.
+
+    Returns the number of bytes printed.
+    """
     shown: dict[int, int] = {}  # attempt -> bytes printed
     while True:
         # asked before the look at the logs, so that nothing is missed
@@ -54,7 +60,7 @@ def _follow(run: "RunDir", stage: "StageDir", first: int, *, only: bool) -> None
         for attempt in attempts:
             shown[attempt.number] = _print_from(attempt, shown.get(attempt.number, 0))
         if over:
-            return
+            return sum(shown.values())
         time.sleep(LOOK_EVERY_S)
 
 

@@ -83,7 +83,7 @@ PipelineArgument = Annotated[
 OverridesArgument = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[OVERRIDES]...",
+        metavar="OVERRIDES",
         help="Hydra overrides: scale=smoke, stages.sft.config.train.max_steps=100, or for one instance "
         "'stages.max[domain=general].config.train.optimizer.lr=1e-3'.",
     ),
@@ -93,7 +93,7 @@ RunOption = Annotated[
     typer.Option("--run", metavar="NAME", help="The run, a folder of runs/.", autocompletion=complete_runs),
 ]
 RunArgument = Annotated[
-    str | None, typer.Argument(metavar="[RUN]", help="The newest run if absent.", autocompletion=complete_runs)
+    str | None, typer.Argument(metavar="RUN", help="The newest run if absent.", autocompletion=complete_runs)
 ]
 StageArgument = Annotated[
     str,

@@ -86,7 +86,9 @@ def ui(
             probe.bind((host, port))
         except OSError as error:
             raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}", hint=f"--port {port + 1}") from None
-    make_console().print(f"MLflow UI: http://{host}:{port} (store: {database}; Ctrl-C ends it)", soft_wrap=True)
+    make_console().print(
+        f"MLflow UI, in some seconds: http://{host}:{port} (store: {database}; Ctrl-C ends it)", soft_wrap=True
+    )
     raise typer.Exit(_serve(database, host, port))
 
 

@@ -53,7 +53,7 @@ def stages_table(lines: Sequence[StageLine]) -> RenderableType:
     table = _grid("stage", "state", "steps", "time", "metrics", right=("steps", "time"))
     for line in lines:
         steps = f"{line.step:,}" if line.total in (0, line.step) else f"{line.step:,}/{line.total:,}"
-        last = key_metrics(line.kind, line.metrics, 3)
+        last = key_metrics(line.kind, line.metrics)  # more would not fit into 80 columns
         table.add_row(
             line.stage,
             Text(line.state, style=STATE_STYLES.get(line.state, "")),

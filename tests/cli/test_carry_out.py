@@ -2,6 +2,13 @@
 
 import json
 
+import toy
+
+from opdctl.cli.carry_out import _show_outcome
+from opdctl.plan import make_plan
+from opdctl.runner import Outcome
+from opdctl.store import Workspace
+
 
 def test_plan_shows_decision_reason_and_losses_and_writes_nothing(call, workspace):
     code, out, _ = call("plan", "kimi_k3", "scale=smoke")
@@ -30,3 +37,15 @@ def test_run_dry_run_is_plan(call, workspace):
 def test_validate_says_what_is_valid(call):
     assert call("validate", "kimi_k3")[:2] == (0, "packaged kimi_k3: valid, 14 stages\n")
     assert json.loads(call("validate", "kimi_k3", "--json")[1])["valid"] is True
+
+
+def test_an_evaluation_that_this_run_did_not_make_is_not_shown(workspace, capfd):
+    """What stands on disk judges the models of before."""
+    wanted = toy.pipeline({"a": toy.sft(), "eval": toy.evaluation("stage:a")})
+    toy.run(wanted)
+    plan = make_plan(wanted, Workspace(workspace).run("r"))
+    capfd.readouterr()
+    _show_outcome(plan, Outcome(done=["a", "eval"]), json=True)
+    assert [*json.loads(capfd.readouterr().out)["evaluations"]] == ["eval"]
+    _show_outcome(plan, Outcome(done=["a"], failed={"eval": "out of memory"}), json=True)
+    assert json.loads(capfd.readouterr().out)["evaluations"] == {}

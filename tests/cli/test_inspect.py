@@ -44,6 +44,14 @@ def test_status_says_why_a_stage_failed_although_state_of_it_is_saved(call, fini
     assert "division by zero" in stages["low"]["note"]
 
 
+def test_status_says_what_came_of_an_attempt_later_than_the_checkpoint(call, finished):
+    later = finished.stage("sft").new_attempt()
+    (later.path / "error.json").write_text(json.dumps({"message": "the grader broke"}))
+    stages = {stage["stage"]: stage for stage in json.loads(call("status", "first", "--json")[1])["stages"]}
+    assert (stages["sft"]["state"], stages["sft"]["note"]) == ("done", "attempt 2, later, failed: the grader broke")
+    assert stages[MAX]["note"] == ""
+
+
 def test_a_run_is_busy_between_two_workers(call, finished):
     with finished.lock():
         assert json.loads(call("status", "--json")[1])["busy"] is True
@@ -92,6 +100,14 @@ def test_logs_prints_the_last_attempt_or_the_one_asked_for(call, finished):
     assert call("logs", "eval")[0] == 2
 
 
+def test_an_empty_log_is_said_to_be_empty(call, finished):
+    finished.stage("low").attempts()[-1].log.write_text("")
+    for follow in ((), ("-f",)):
+        code, out, err = call("logs", "low", *follow)
+        assert (code, out) == (0, "")
+        assert "low printed nothing" in err
+
+
 def test_following_a_finished_stage_ends_at_once(call, finished):
     assert call("logs", "sft", "-f")[:2] == (0, "log of sft\n")
 
@@ -133,6 +149,13 @@ def test_lineage_as_data_and_as_a_chart(call, finished):
 def test_lineage_says_where_an_ancestor_is_gone(call, finished):
     (finished.stage("sft").checkpoint / "record.json").unlink()
     assert "is gone or damaged" in call("lineage", MAX)[1].replace("\n", " ")
+
+
+def test_lineage_of_a_folder_that_is_no_checkpoint_says_what_is_one(call, finished):
+    assert call("lineage", finished.stage("sft").checkpoint)[0] == 0
+    code, _, err = call("lineage", finished.stage("sft").path)
+    assert code == 2
+    assert "stages/sft/checkpoint" in err
 
 
 def test_lineage_of_an_unfinished_stage_is_refused(call, finished):
