@@ -9,6 +9,7 @@ import tempfile
 import traceback
 from collections.abc import Sequence
 from datetime import datetime
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated
 
@@ -63,10 +64,13 @@ for _command in (
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit: every error ends here."""
     from opdctl.errors import OpdctlError
+    from opdctl.records import disk_errors
 
+    _settle_streams()
     invocation = Invocation()
     try:
-        app(args=None if arguments is None else list(arguments), obj=invocation, prog_name="opdctl")
+        with disk_errors(Path("the output")):
+            app(args=None if arguments is None else list(arguments), obj=invocation, prog_name="opdctl")
     except OpdctlError as error:
         from opdctl.console import error_data, print_error, print_json
 
@@ -82,6 +86,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if invocation.json:
             typer.echo(f'{{"error": "unexpected error", "exit_code": 3, "traceback": "{path}"}}')
         raise SystemExit(3) from None
+
+
+def _settle_streams() -> None:
+    """Output that was closed goes nowhere, and letters that its encoding lacks are written as codes."""
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  # lives as long as the process
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115  # the same
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _keep_traceback(workspace: Path, text: str) -> Path:

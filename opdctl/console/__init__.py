@@ -32,7 +32,10 @@ def is_live(stream: Any) -> bool:
 
 def print_json(value: Any) -> None:
     """One JSON document on stdout, in strict JSON: a number that is not finite becomes null."""
-    sys.stdout.write(json.dumps(_strict(value), indent=2, default=str, ensure_ascii=False, allow_nan=False) + "\n")
+    unicode = (sys.stdout.encoding or "").lower() in ("utf-8", "utf8")
+    sys.stdout.write(
+        json.dumps(_strict(value), indent=2, default=str, ensure_ascii=not unicode, allow_nan=False) + "\n"
+    )
 
 
 def _strict(value: Any) -> Any:

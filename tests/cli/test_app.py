@@ -134,3 +134,24 @@ def test_the_shell_completes_commands_pipelines_runs_and_stages(workspace, finis
     assert "kimi_k3" in complete(workspace, ["opdctl", "plan", "ki"])
     assert complete(workspace, ["opdctl", "status", "fi"]) == ["first"]
     assert complete(workspace, ["opdctl", "logs", "ma"]) == [MAX]
+
+
+@pytest.mark.parametrize(
+    ("redirection", "code"),
+    [(">&-", 0), ("<&-", 0), ("2>&-", 0), (">/dev/full", 1), ("| head -1", 0)],
+)
+def test_an_output_that_is_closed_full_or_not_read_on_is_no_bug(workspace, redirection, code):
+    command = f"{sys.executable} -m opdctl plan kimi_k3 {redirection}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=workspace, timeout=60)
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    assert ("cannot write the output: No space left on device" in done.stderr) == (code == 1)
+
+
+def test_letters_that_the_output_cannot_hold_are_written_as_codes(workspace):
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    for option in ([], ["--json"]):
+        command = [sys.executable, "-m", "opdctl", "plan", "kimi_k3", *option]
+        done = subprocess.run(command, capture_output=True, cwd=workspace, env=environment, timeout=60)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.isascii()
