@@ -96,7 +96,7 @@ def _compose(file: Path, confs: Sequence[Path], overrides: Sequence[str]) -> "Di
         raise _override_problem(error.override, error.message) from error
     except YAMLError as error:
         raise ConfigError(_yaml_problem(error)) from error
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, ValueError) as error:  # ValueError: a group set to null
         told = f"{error} {error.__cause__ or ''}"
         absent = re.search(r"Could not override '([^']*)'.*?Key '([^']*)' is not in struct", told, re.DOTALL)
         if absent:
@@ -109,8 +109,9 @@ def _compose(file: Path, confs: Sequence[Path], overrides: Sequence[str]) -> "Di
 
 
 def _override_problem(text: str, told: str) -> ConfigError:
-    lines = [line.strip() for line in told.splitlines() if line.strip()]
-    return ConfigError(f"override {text.removeprefix('++')}: {': '.join(lines[-2:])}", hint=_GRAMMAR)
+    lines = [line.strip() for line in told.splitlines() if line.strip() and not line.strip().startswith("See http")]
+    why = "a character that needs quotes" if lines[-1] == "^" else lines[-1]
+    return ConfigError(f"override {text.removeprefix('++')}: {why}", hint=_GRAMMAR)
 
 
 _GRAMMAR = "write KEY=VALUE; quote values with blanks, commas or brackets: KEY='\"a, b\"'. Hydra's grammar applies"

@@ -13,6 +13,7 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # what PyTorch's generators take
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"  # cannot leave its folder, nor hide in it
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 
@@ -297,7 +298,7 @@ class EvalSettings(Settings):
     pass_k: list[Count] = [1]
     within: EvalBudget | None = None
     confidence: Annotated[float, Field(gt=0, lt=1)] = 0.95
-    seed: int = 99  # of the held-out prompts: the same for every seed of the recipe
+    seed: Seed = 99  # of the held-out prompts: the same for every seed of the recipe
 
 
 # ---------------------------------------------------------------------------------------------- stages and pipeline
@@ -349,7 +350,7 @@ class _Stage(Settings):
     inputs: dict[str, InputValue]  # role -> reference or references
     labels: dict[Name, str] = {}  # with the fan-out's values: routing, tags and tables
     resources: Resources = Resources()
-    seed: int | None = None  # the pipeline's seed where absent
+    seed: Seed | None = None  # the pipeline's seed where absent
     tasks: dict[str, TaskSettings] = {}  # filled in from the pipeline: the definitions that `data.tasks` names
     efforts: EffortSettings | None = None  # filled in from the pipeline
 
@@ -387,7 +388,7 @@ class PipelineSettings(Settings):
     """The whole file but `stages`, which are validated one instance at a time after the fan-out."""
 
     name: Name
-    seed: int = 0
+    seed: Seed = 0
     axes: dict[Name, list[AxisValue]] = {}
     model: ModelSettings
     tasks: dict[Name, TaskSettings] = {}

@@ -149,6 +149,9 @@ def test_folders_with_odd_names_work(files):
     [
         ("scale=smal", "small.yaml", "no 'smal' in group 'scale' (did you mean 'small'? options: "),
         ("scael=small", "scael", "unknown key (did you mean 'scale'?"),
+        ("scale=null", "small.yaml", "Config group override must be a string or a list"),
+        ("seed=\u00fc", "override seed=\u00fc", "a character that needs quotes"),
+        ("seed=9223372036854775808", "seed", "must be less than 9223372036854775808"),
         ("scale.stepz=3", "scale.stepz", "there is no such key (did you mean 'steps'? keys of scale: "),
         (
             "stages.bsae.config.train.lr=1",
