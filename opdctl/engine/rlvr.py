@@ -19,6 +19,7 @@ from opdctl.engine.losses import aggregate, clipped_policy_loss, kl_penalty
 from opdctl.engine.policy import Policy
 from opdctl.engine.rows import Mixer, Renderer, Row, judge, roll, stream_seed
 from opdctl.engine.sampling import Rollout
+from opdctl.engine.teachers import check_vocabularies
 from opdctl.engine.vocab import token_logprobs
 from opdctl.settings import RlvrSettings
 
@@ -27,6 +28,7 @@ def run(spec: StageSpec, control: Control) -> StageResult:
     """Train `init` by GRPO with the settings' advantage, clip, aggregation, KL, and effort budget."""
     settings = RlvrSettings.model_validate(spec.config)
     policy, tokenizer = open_policy(spec, role(spec, "init")[0], settings.train.precision)
+    check_vocabularies(tokenizer, policy.vocab_size, [*role(spec, "reference"), *role(spec, "budget")])
     trainer = Trainer(spec, control, settings.train, policy, tokenizer)
     sampler = _Sampler(spec, settings, trainer)
     updates = settings.rollout.prompts * settings.rollout.group_size // settings.train.global_batch_size

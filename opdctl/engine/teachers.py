@@ -1,4 +1,4 @@
-"""Many teachers, few in memory: do they speak the student's language, routing of rows, residency, prefetch."""
+"""Models that score or stand beside a policy: do they speak its language? Many teachers: routing, few in memory."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -14,27 +14,35 @@ from opdctl.engine.tokenizer import Tokenizer, load_tokenizer
 from opdctl.errors import StageRefused
 
 
-def check_vocabularies(student: Tokenizer, width: int, teachers: Sequence[InputSpec]) -> None:
-    """Compares vocabularies id by id, and the number of logits. Teachers without a folder are the student's own kind.
+def check_vocabularies(policy: Tokenizer, width: int, others: Sequence[InputSpec]) -> None:
+    """Compares vocabularies id by id, and the number of logits. Models without a folder are the policy's own kind.
 
-    A teacher scores the student's token ids: where an id is another word to it, it praises what it never meant.
-    Raises StageRefused naming every teacher that differs.
+    A teacher or a reference scores the policy's token ids: where an id is another word to it, it praises what it
+    never meant. One that only samples (role budget) may have other padding behind its vocabulary.
+    Raises StageRefused naming every model that differs.
     """
-    words = _words(student)
+    words = _words(policy)
     known: dict[bytes, str] = {}  # content of tokenizer.json -> what is wrong with it: nine teachers share one
     problems = []
-    for teacher in (given for given in teachers if given.path):
-        file = Path(teacher.path) / "tokenizer.json"
-        content = file.read_bytes() if file.is_file() else str(teacher.path).encode()
+    for given in (other for other in others if other.path):
+        file = Path(given.path) / "tokenizer.json"
+        content = file.read_bytes() if file.is_file() else str(given.path).encode()
         if content not in known:
-            known[content] = _difference(words, _words(load_tokenizer(teacher.path)))
-        logits = int(AutoConfig.from_pretrained(teacher.path, local_files_only=True).vocab_size)
-        other = f"it has {logits} logits and the student {width}" if logits != width else ""
-        if problem := known[content] or other:
-            problems.append(f"teacher {teacher.label} has another vocabulary than the student: {problem}")
+            known[content] = _difference(words, _words(load_tokenizer(given.path)))
+        logits = int(AutoConfig.from_pretrained(given.path, local_files_only=True).vocab_size)
+        name = f"{given.role.removesuffix('s')} {given.label}"
+        if known[content]:
+            problems.append(f"{name} has another vocabulary than the policy: {known[content]}")
+        elif logits != width and given.role != "budget":
+            problems.append(
+                f"{name} has the policy's tokenizer of {len(words)} words, padded to another width: it gives {logits} "
+                f"logits and the policy {width}"
+            )
     if problems:
         raise StageRefused(
-            "\n".join(problems), hint="distillation compares token by token: use teachers with the student's tokenizer"
+            "\n".join(problems),
+            hint="models are compared token by token: use one tokenizer for all; if only the padding differs, "
+            "save one of them again after resize_token_embeddings(N) of transformers, with the width of the other",
         )
 
 
@@ -47,11 +55,11 @@ def _words(tokenizer: Tokenizer) -> list[str | None]:
     return words
 
 
-def _difference(student: Sequence[str | None], teacher: Sequence[str | None]) -> str:
+def _difference(policy: Sequence[str | None], given: Sequence[str | None]) -> str:
     """The first id that is not the same word; empty where there is none."""
-    for number, (own, other) in enumerate(zip_longest(student, teacher)):
+    for number, (own, other) in enumerate(zip_longest(policy, given)):
         if own != other:
-            return f"id {number} is {_shown(own)} to the student and {_shown(other)} to the teacher"
+            return f"id {number} is {_shown(own)} to the policy and {_shown(other)} to it"
     return ""
 
 

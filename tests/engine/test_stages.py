@@ -1,6 +1,7 @@
 """Properties of the stages through `embedded.run`: resume to the bit, accumulation, budgets, refusals."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -134,6 +135,22 @@ def test_dynamic_sampling_asks_until_groups_disagree(tmp_path, start):
     run(rlvr(tmp_path / "many", start, dynamic_sampling={"max_rounds": 4}), many)
     assert {metrics["sampling_rounds"] for _, metrics in one.events} == {1.0}
     assert max(metrics["sampling_rounds"] for _, metrics in many.events) > 1
+
+
+def test_rl_refuses_a_reference_that_means_other_words_by_the_ids(tmp_path, start):
+    other = tmp_path / "other"
+    shutil.copytree(start, other)
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    words = tokenizer["model"]["vocab"]
+    first, second = list(words)[10:12]
+    words[first], words[second] = words[second], words[first]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    record = Recorder()
+    kl = {"estimator": "k3", "coef": 0.1, "placement": "loss"}
+    spec = rlvr(tmp_path / "rl", start, inputs=(InputSpec("reference", "old", str(other)),), kl=kl)
+    with pytest.raises(StageRefused, match="reference old has another vocabulary than the policy: id 10"):
+        run(spec, record)
+    assert record.events == []
 
 
 def test_kl_to_the_reference_holds_the_policy_back(tmp_path, start):

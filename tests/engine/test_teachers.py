@@ -4,6 +4,7 @@ import gc
 import re
 import threading
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -111,9 +112,9 @@ def saved(folder, words):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ([*WORDS[:3], "b", "a", "c"], "id 3 is 'a' to the student and 'b' to the teacher"),
-        ([*WORDS, "d"], "id 6 is no word to the student and 'd' to the teacher"),
-        (WORDS[:5], "id 5 is 'c' to the student and no word to the teacher"),
+        ([*WORDS[:3], "b", "a", "c"], "id 3 is 'a' to the policy and 'b' to it"),
+        ([*WORDS, "d"], "id 6 is no word to the policy and 'd' to it"),
+        (WORDS[:5], "id 5 is 'c' to the policy and no word to it"),
     ],
 )
 def test_a_teacher_with_another_vocabulary_is_refused_with_the_first_id_that_differs(tmp_path, words, told):
@@ -129,5 +130,19 @@ def test_a_teacher_with_more_logits_than_the_student_is_refused_with_both_number
     policy, tokenizer = model(WORDS)
     teacher = saved(tmp_path / "padded", [*WORDS, "x", "y"])
     tokenizer.save_pretrained(teacher.path)
-    with pytest.raises(StageRefused, match="it has 8 logits and the student 6"):
+    with pytest.raises(StageRefused, match="of 6 words, padded to another width: it gives 8 logits and the policy 6"):
         check_vocabularies(tokenizer, policy.vocab_size, [teacher])
+
+
+def test_a_reference_with_another_vocabulary_is_refused_by_its_role(tmp_path):
+    policy, tokenizer = model(WORDS)
+    reference = replace(saved(tmp_path / "other", [*WORDS[:3], "b", "a", "c"]), role="reference")
+    with pytest.raises(StageRefused, match="reference other has another vocabulary than the policy"):
+        check_vocabularies(tokenizer, policy.vocab_size, [reference])
+
+
+def test_a_model_that_only_samples_may_be_padded_otherwise(tmp_path):
+    policy, tokenizer = model(WORDS)
+    budget = replace(saved(tmp_path / "padded", [*WORDS, "x", "y"]), role="budget")
+    tokenizer.save_pretrained(budget.path)
+    check_vocabularies(tokenizer, policy.vocab_size, [budget])
