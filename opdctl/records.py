@@ -147,6 +147,8 @@ _REMEDY = {
     errno.EROFS: "the file system is read-only: choose another --workspace",
     errno.EEXIST: _IN_THE_WAY,
     errno.ENOTDIR: _IN_THE_WAY,
+    errno.ENAMETOOLONG: "a name is too long for the file system: shorten --run, stages, axes or their values",
+    errno.EMFILE: "too many open files for one process: raise the limit (ulimit -n); then run the same command again",
     errno.EACCES: "no permission: choose another --workspace, or change the folder's permissions",
     errno.EPERM: "no permission: choose another --workspace, or change the folder's permissions",
 }

@@ -228,7 +228,10 @@ def test_digests_are_remembered_until_the_file_changes(workspace, monkeypatch):
 # ---------------------------------------------------------------------------------------------- disk
 
 
-@pytest.mark.parametrize(("number", "word"), [(errno.ENOSPC, "free space"), (errno.EACCES, "--workspace")])
+@pytest.mark.parametrize(
+    ("number", "word"),
+    [(errno.ENOSPC, "free space"), (errno.EACCES, "--workspace"), (errno.ENAMETOOLONG, "shorten --run")],
+)
 def test_a_disk_that_cannot_be_written_is_told_with_the_path_and_a_remedy(workspace, number, word):
     with pytest.raises(OpdctlError, match="cannot write /some/file") as caught, disk_errors(workspace):
         raise OSError(number, os.strerror(number), "/some/file")
