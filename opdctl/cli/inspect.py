@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from json import loads
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -212,12 +211,11 @@ def _since(stage: "StageDir", attempts: Sequence["Attempt"]) -> str:
 
 def _failure(attempt: "Attempt") -> str:
     """Why an attempt failed; empty if it was stopped, or killed together with who would have noticed."""
+    from opdctl.records import read_json
     from opdctl.supervisor import error_file
 
-    try:
-        return str(loads(error_file(attempt).read_text())["message"])
-    except FileNotFoundError:
-        return ""
+    told = read_json(error_file(attempt), "message")
+    return str(told["message"]) if told else ""
 
 
 def _run_line(run: "RunDir") -> "RunLine":
