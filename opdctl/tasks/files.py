@@ -226,7 +226,7 @@ class _Naming:
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if isinstance(error, Exception):
+        if isinstance(error, Exception | SystemExit):  # sys.exit would end the worker without a word
             raise StageFailed(
                 f"task {self.task}: verifier {self.verifier} failed on row {self.row.number}, answer "
                 f"{self.row.answer[:60]!r}: {type(error).__name__}: {error}",

@@ -1,5 +1,6 @@
 import hashlib
 import json
+import sys
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -316,6 +317,14 @@ def test_a_column_missing_from_parquet_is_refused(tmp_path):
 def test_settings_that_contradict_each_other_are_refused(tmp_path, settings, efforts, message):
     with pytest.raises(ConfigError, match=message):
         task(tmp_path, efforts=efforts, **settings)
+
+
+def test_a_verifier_of_ones_own_that_exits_ends_no_process(tmp_path):
+    rows = task(tmp_path, verifier="sys:exit", held_out=0)
+    rows._verifier = lambda completion, answer: sys.exit(0)
+    (prompt,) = rows.prompts("train", 0, 0, 1)
+    with pytest.raises(StageFailed, match="verifier sys:exit failed on row"):
+        rows.verify(prompt, "3")
 
 
 def test_a_failing_verifier_of_ones_own_names_itself_and_the_row(tmp_path):
