@@ -140,7 +140,7 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-_IN_THE_WAY = "a file stands where a folder is wanted: move it away, or choose another --run or --workspace"
+_IN_THE_WAY = "a file stands where a folder is wanted: move it away, or choose another folder (--run, --workspace)"
 _REMEDY = {
     errno.ENOSPC: "the disk is full: free space, or move the workspace; then run the same command again",
     errno.EDQUOT: "the disk quota is used up: free space; then run the same command again",
