@@ -183,7 +183,7 @@ def test_a_corrupt_checkpoint_is_refused_by_name_and_can_be_made_again(workspace
     content = bytearray(file.read_bytes())
     content[-100] ^= 0xFF
     file.write_bytes(content)
-    code, _, err = run(workspace, "stages.mopd.config.train.max_steps=2")
+    code, _, err = run(workspace, "stages.mopd.config.train.max_steps=4")
     assert (code, "Traceback" in err) == (1, False), err
     assert "the checkpoint of stage 'sft' is corrupt" in err
     assert "model.safetensors has changed since it was published" in err
