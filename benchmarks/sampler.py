@@ -22,7 +22,7 @@ from opdctl.engine.sampling import sample
 from opdctl.settings import NewModel
 
 MODEL = Path(__file__).parents[1] / "conf/model/tiny_qwen3.yaml"
-PROMPT_TOKENS, NEW_TOKENS, ROUNDS = 11, 32, 7
+PROMPT_TOKENS, NEW_TOKENS, ROUNDS = 11, 32, 15
 
 
 def cpu_seconds(*actions: Callable[[], object]) -> list[float]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, Qwen3Config
 
 from opdctl.engine.batch import TokenBatch
-from opdctl.engine.fused import attend, direction, norm_rotate, rms_norm, rotate, swiglu
+from opdctl.engine.fused import NARROW, attend, direction, norm_rotate, rms_norm, rotate, swiglu
 from opdctl.engine.policy import Cache, Policy
 
 
@@ -52,7 +52,7 @@ class _Joined(NamedTuple):
     """Weights of a layer that are used together."""
 
     qkv: Tensor
-    qk_norm: Tensor  # [H + K, h]
+    qk_norm: Tensor  # [H + K, h]; attention's 1 / sqrt(h) is in the queries'
     gate_up: Tensor
 
 
@@ -81,14 +81,19 @@ class _Layer(nn.Module):
         self.eps = config.rms_norm_eps
 
     def joined(self) -> _Joined:
-        a = self.self_attn
+        """What the rotary embedding turns together, i and i + h/2 in the parameters, stands side by side here."""
+        a, half = self.self_attn, self.head_dim // 2
         qk_norm = torch.cat(
             [
-                a.q_norm.weight.expand(self.heads, -1),
-                a.k_norm.weight.expand(self.key_heads, -1),
+                a.q_norm.weight.view(2, half).T.reshape(1, -1).expand(self.heads, -1) * self.head_dim**-0.5,
+                a.k_norm.weight.view(2, half).T.reshape(1, -1).expand(self.key_heads, -1),
             ]
         )
-        qkv = torch.cat([a.q_proj.weight, a.k_proj.weight, a.v_proj.weight])
+        q, k = (
+            projection.weight.view(-1, 2, half, projection.weight.shape[1]).transpose(1, 2).flatten(0, 2)
+            for projection in (a.q_proj, a.k_proj)
+        )
+        qkv = torch.cat([q, k, a.v_proj.weight])
         return _Joined(qkv, qk_norm, torch.cat([self.mlp.gate_proj.weight, self.mlp.up_proj.weight]))
 
     def step(self, joined: _Joined) -> _Step:
@@ -101,14 +106,12 @@ class _Layer(nn.Module):
             self.mlp.down_proj.weight.T,
         )
 
-    def queries_keys_values(
-        self, x_BTD: Tensor, cos: Tensor, sin: Tensor, joined: _Joined
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def queries_keys_values(self, x_BTD: Tensor, turn: Tensor, joined: _Joined) -> tuple[Tensor, Tensor, Tensor]:
         """q [B, H, T, h], k and v [B, K, T, h], as the cache holds them."""
         rotated = self.heads + self.key_heads
         normed = rms_norm(x_BTD, self.input_layernorm.weight, self.eps)
         heads = F.linear(normed, joined.qkv).view(*x_BTD.shape[:2], -1, self.head_dim)
-        qk = norm_rotate(heads[:, :, :rotated], joined.qk_norm, cos, sin, self.eps)
+        qk = norm_rotate(heads[:, :, :rotated], joined.qk_norm, turn, self.eps)
         q, k, v = qk[:, :, : self.heads], qk[:, :, self.heads :], heads[:, :, rotated:]
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
@@ -131,32 +134,36 @@ class Qwen3Cache:
     """Keys and values in tensors of their final size, and the weights made ready once for all steps."""
 
     def __init__(self, room: int, positions_B: Tensor, steps: list[_Step]) -> None:
-        self.room, self.length = room, 0
+        self.room, self.length = max(room, NARROW), 0
         self.positions_B = positions_B  # of the next token
         self.steps = steps
-        self.keys: list[Tensor] = []  # [B, K, room, h] a layer
-        self.values: list[Tensor] = []
+        self.keys: list[Tensor] = []  # [B, K, h, room] a layer
+        self.values: list[Tensor] = []  # [B, K, room, h]
         self.bias: Tensor | None = None  # [B, K, room]: -inf at padding; None where no row has any
 
     def store(self, keys_BKTh: Tensor, values_BKTh: Tensor) -> None:
         """Take over the prompt's keys and values of the next layer."""
         rows, heads, self.length, size = keys_BKTh.shape
-        for given, kept in ((keys_BKTh, self.keys), (values_BKTh, self.values)):
-            kept.append(given.new_zeros(rows, heads, self.room, size))
-            kept[-1][:, :, : self.length] = given
+        self.keys.append(keys_BKTh.new_zeros(rows, heads, size, self.room))
+        self.values.append(values_BKTh.new_zeros(rows, heads, self.room, size))
+        self.keys[-1][..., : self.length] = keys_BKTh.transpose(2, 3)
+        self.values[-1][:, :, : self.length] = values_BKTh
 
     def attend(self, layer: int, q_BHh: Tensor, k_BKh: Tensor, v_BKh: Tensor) -> Tensor:
         """Append one token's key and value; what its queries read from all tokens so far, [B K, H/K, h]."""
         keys, values, upto = self.keys[layer], self.values[layer], self.length + 1
-        keys[:, :, self.length], values[:, :, self.length] = k_BKh, v_BKh
-        size = keys.shape[-1]
+        keys[..., self.length], values[:, :, self.length] = k_BKh, v_BKh
+        size = values.shape[-1]
         q = q_BHh.reshape(keys.shape[0] * keys.shape[1], -1, size)
-        past = keys.view(-1, self.room, size)[:, :upto].transpose(1, 2)
+        wide = max(upto, NARROW)
+        past = keys.view(-1, size, self.room)[..., :wide]
         if self.bias is None:
-            scores = torch.baddbmm(q.new_empty(1), q, past, beta=0, alpha=size**-0.5)
+            scores = torch.bmm(q, past)
         else:
-            scores = torch.baddbmm(self.bias.view(-1, 1, self.room)[..., :upto], q, past, alpha=size**-0.5)
-        return torch.bmm(scores.softmax(-1), values.view(-1, self.room, size)[:, :upto])
+            scores = torch.baddbmm(self.bias.view(-1, 1, self.room)[..., :wide], q, past)
+        if upto < wide:
+            scores[..., upto:] = float("-inf")
+        return torch.bmm(scores.softmax(-1), values.view(-1, self.room, size)[:, :wide])
 
     def advance(self) -> None:
         self.length += 1
@@ -180,8 +187,7 @@ class Qwen3Policy(Policy):
 
     shares_prefixes = True
     config: Qwen3Config
-    cos: Tensor  # [positions, h]
-    sin: Tensor  # the same, negative in the first half
+    turns: Tensor  # [positions, h/2, 2]: cosine and sine
 
     def __init__(self, config: Qwen3Config, eos_ids: tuple[int, ...], pad_id: int) -> None:
         super().__init__(config, eos_ids, pad_id)
@@ -191,8 +197,7 @@ class Qwen3Policy(Policy):
         self.layers = [layer for layer in self.model.layers if isinstance(layer, _Layer)]
         half = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
         angles = torch.outer(torch.arange(config.max_position_embeddings).float(), 1.0 / rope_theta(config) ** half)
-        self.register_buffer("cos", angles.cos().repeat(1, 2), persistent=False)
-        self.register_buffer("sin", torch.cat([-angles.sin(), angles.sin()], 1), persistent=False)
+        self.register_buffer("turns", torch.stack([angles.cos(), angles.sin()], -1), persistent=False)
 
     def head(self) -> Tensor:
         return self.model.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
@@ -208,8 +213,7 @@ class Qwen3Policy(Policy):
     def prefill(self, prompts_BP: Tensor, lengths_B: Tensor, max_new: int) -> tuple[Tensor, Cache]:
         rows, columns = prompts_BP.shape
         self.check_length(columns + max_new)
-        weights = [layer.joined() for layer in self.layers]
-        steps = [layer.step(joined) for layer, joined in zip(self.layers, weights, strict=True)]
+        steps = [layer.step(layer.joined()) for layer in self.layers]
         cache = Qwen3Cache(columns + max_new, lengths_B, steps)
         steps_P = torch.arange(columns, device=self.device)
         offsets_B1 = (columns - lengths_B)[:, None]
@@ -220,56 +224,77 @@ class Qwen3Policy(Policy):
             causal_PP = torch.ones(columns, columns, dtype=torch.bool, device=self.device).tril()
             diagonal_PP = torch.eye(columns, dtype=torch.bool, device=self.device)
             bias = self._bias(((seen_BP[:, None] & causal_PP) | diagonal_PP)[:, None])
-            room_BKr = F.pad(seen_BP, (0, max_new), value=True)[:, None].expand(-1, self.config.num_key_value_heads, -1)
+            room_BKr = F.pad(seen_BP, (0, cache.room - columns), value=True)[:, None].expand(
+                -1, self.config.num_key_value_heads, -1
+            )
             cache.bias = self._bias(room_BKr)
-        positions_BP = (steps_P - offsets_B1).clamp_min(0)
+        positions_N = (steps_P - offsets_B1).clamp_min(0).flatten()
         last_B = torch.arange(1, rows + 1, device=self.device) * columns - 1
-        return self._forward(prompts_BP, positions_BP, bias, last_B, weights, cache), cache
+
+        def read(layer: int, *qkv_NHh: Tensor) -> Tensor:
+            q, k, v = (heads.view(rows, columns, *heads.shape[1:]).transpose(1, 2) for heads in qkv_NHh)
+            cache.store(k, v)
+            return attend(q, k, v, bias)
+
+        return self._infer(prompts_BP.flatten(), self._turn(positions_N), steps, read, last_B), cache
+
+    @torch.no_grad()
+    def decode(self, tokens_B: Tensor, cache: Cache) -> Tensor:
+        assert isinstance(cache, Qwen3Cache)
+        # Without padding all rows are at one position, and a view of the tables will do.
+        at = cache.positions_B if cache.bias is not None else slice(cache.length, cache.length + 1)
+        hidden_BD = self._infer(tokens_B, self._turn(at), cache.steps, cache.attend)
+        cache.advance()
+        return hidden_BD
 
     def _forward(
-        self,
-        ids_BT: Tensor,
-        positions_BT: Tensor,
-        bias: Tensor | None,
-        wanted_N: Tensor,
-        weights: list[_Joined],
-        cache: Qwen3Cache | None = None,
+        self, ids_BT: Tensor, positions_BT: Tensor, bias: Tensor | None, wanted_N: Tensor, weights: list[_Joined]
     ) -> Tensor:
         """Hidden states at the flat indices `wanted_N` of [B, T]; `bias` is added to attention scores, None: causal."""
         x = F.embedding(ids_BT, self.model.embed_tokens.weight)
-        cos, sin = self.cos[positions_BT][..., None, :], self.sin[positions_BT][..., None, :]
+        turn = self._turn(positions_BT)
         for layer, joined in zip(self.layers, weights, strict=True):
-            q, k, v = layer.queries_keys_values(x, cos, sin, joined)
-            if cache is not None:
-                cache.store(k, v)
-            attended = attend(q, k, v, bias)
+            attended = attend(*layer.queries_keys_values(x, turn, joined), bias)
             if layer is self.layers[-1]:
                 attended, x = attended.flatten(0, 1)[wanted_N], x.flatten(0, 1)[wanted_N]
             x = layer.finish(x, attended, joined)
         return rms_norm(x, self.model.norm.weight, self.config.rms_norm_eps)
 
-    @torch.no_grad()
-    def decode(self, tokens_B: Tensor, cache: Cache) -> Tensor:
-        assert isinstance(cache, Qwen3Cache)
-        wide = torch.float64 if self.cos.dtype == torch.float64 else torch.float32
+    def _infer(
+        self,
+        ids_N: Tensor,
+        turn: Tensor,
+        steps: list[_Step],
+        attend: Callable[[int, Tensor, Tensor, Tensor], Tensor],
+        wanted: Tensor | None = None,
+    ) -> Tensor:
+        """The same, without gradient and with fewer operations, of a flat list of tokens: [N, D], or `wanted` of them.
+
+        `attend` is given the layer's number, q [N, H, h], k and v [N, K, h].
+        """
+        wide = torch.float64 if self.turns.dtype == torch.float64 else torch.float32
         floor, head_floor = (
             torch.tensor((size * self.config.rms_norm_eps) ** 0.5, dtype=wide, device=self.device)
             for size in (self.config.hidden_size, self.config.head_dim)
         )
-        rows, heads, keys = len(tokens_B), self.config.num_attention_heads, self.config.num_key_value_heads
-        # Without padding all rows are at one position, and a view of the tables will do.
-        at = cache.positions_B if cache.bias is not None else slice(cache.length, cache.length + 1)
-        cos, sin = self.cos[at][:, None], self.sin[at][:, None]
-        x_BD = F.embedding(tokens_B, self.model.embed_tokens.weight)
-        for i, step in enumerate(cache.steps):
-            qkv = torch.mm(direction(x_BD, floor), step.qkv).view(rows, heads + 2 * keys, -1)
-            qk = rotate(direction(qkv[:, : heads + keys], head_floor) * step.qk_norm, cos, sin)
-            attended = cache.attend(i, qk[:, :heads], qk[:, heads:], qkv[:, heads + keys :])
-            x_BD = torch.addmm(x_BD, attended.view(rows, -1), step.output)
-            gate, up = torch.mm(direction(x_BD, floor), step.gate_up).chunk(2, -1)
-            x_BD = torch.addmm(x_BD, F.silu(gate).mul_(up), step.down)
-        cache.advance()
-        return rms_norm(x_BD, self.model.norm.weight, self.config.rms_norm_eps)
+        heads = self.config.num_attention_heads
+        rotated = heads + self.config.num_key_value_heads
+        x = F.embedding(ids_N, self.model.embed_tokens.weight)
+        for i, step in enumerate(steps):
+            qkv = torch.mm(direction(x, floor), step.qkv).view(len(x), -1, self.config.head_dim)
+            qk = rotate(direction(qkv[:, :rotated], head_floor).mul_(step.qk_norm), turn)
+            attended = attend(i, qk[:, :heads], qk[:, heads:], qkv[:, rotated:]).view(len(x), -1)
+            if wanted is not None and i + 1 == len(steps):
+                attended, x = attended[wanted], x[wanted]
+            x.addmm_(attended, step.output)
+            gate, up = torch.mm(direction(x, floor), step.gate_up).chunk(2, -1)
+            x.addmm_(F.silu(gate, inplace=True).mul_(up), step.down)
+        return rms_norm(x, self.model.norm.weight, self.config.rms_norm_eps)
+
+    def _turn(self, positions: Tensor | slice) -> Tensor:
+        """Of the rotary embedding at these positions, as complex numbers: [..., 1, h/2]."""
+        turns = self.turns[positions]
+        return torch.view_as_complex(turns if turns.dtype == torch.float64 else turns.float())[..., None, :]
 
     def _bias(self, mask: Tensor) -> Tensor:
         """0 where `mask` is true, -inf elsewhere, in the dtype of the weights."""

@@ -101,7 +101,8 @@ def _draw(
 ) -> _Drawn:
     """Token by token until every row has ended or has its share of uniforms_BT. A = rows still in the cache."""
     max_new = uniforms_BT.shape[1]
-    eos_E = torch.tensor(policy.eos_ids, device=policy.device)
+    ends_V = torch.zeros(policy.vocab_size, dtype=torch.bool, device=policy.device)
+    ends_V[[token for token in policy.eos_ids if 0 <= token < policy.vocab_size]] = True
     hidden_BD, cache = policy.prefill(*_pad_left(prompts, policy), max_new)
     if group_size > 1:
         cache.repeat(group_size)
@@ -110,17 +111,17 @@ def _draw(
     ended_A = torch.zeros_like(row_A, dtype=torch.bool)
     drawn: _Drawn = []
     for step in range(max_new):
-        uniform_A = None if greedy else uniforms_BT[row_A, step]
+        uniform_A = None if greedy else uniforms_BT[:, step]
         tokens_A, logprobs_A, entropy_A = _choose(hidden_BD, policy.head(), distribution, uniform_A)
         drawn.append((row_A, tokens_A, logprobs_A, entropy_A))
-        ended_A = ended_A | (tokens_A[:, None] == eos_E).any(-1)
+        ended_A = ended_A | ends_V[tokens_A]
         alive = len(ended_A) - int(ended_A.sum())
         if alive == 0 or step + 1 == max_new:
             break
         if alive < _DENSE * len(row_A):
             kept_A = (~ended_A).nonzero()[:, 0]
             cache.keep(kept_A)
-            row_A, tokens_A, ended_A = row_A[kept_A], tokens_A[kept_A], ended_A[kept_A]
+            row_A, tokens_A, ended_A, uniforms_BT = (x[kept_A] for x in (row_A, tokens_A, ended_A, uniforms_BT))
         hidden_BD = policy.decode(tokens_A, cache)
     return drawn
 
