@@ -28,7 +28,7 @@ demo: venv  ## the whole recipe, from an untrained model to the fusion table: mi
 	$(BIN)/opdctl run pipelines/kimi_k3.yaml
 
 test: venv  ## the tests that take no learning and no other trainer
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --durations=10 --durations-min=5 -m "not recipe and not peer"
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --durations=10 --durations-min=5 -m "not recipe and not peer and not verl"
 
 check: venv  ## format, lint, types, layers, sizes
 	$(BIN)/ruff format --check .

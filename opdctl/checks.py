@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterator, Sequence
 
+from opdctl import capabilities
 from opdctl.references import Input, Problem, near_miss
 from opdctl.settings import (
     Budget,
@@ -38,9 +39,10 @@ def check_stage(settings: AnyStage, inputs: Sequence[Input], pipeline: PipelineS
     """Every contradiction, as key and text."""
     config = settings.config
     yield from _data(settings, pipeline)
-    yield from _resources(settings, pipeline)
+    yield from _resources(settings, inputs, pipeline)
     yield from _roles(settings, inputs)
     yield from _labels(inputs)
+    yield from capabilities.missing(settings, inputs, pipeline)
     if isinstance(config, RlvrSettings):
         yield from _rlvr(config, pipeline)
     if isinstance(config, OpdSettings):
@@ -72,11 +74,39 @@ def _effort(key: str, effort: str, pipeline: PipelineSettings) -> Iterator[Probl
         yield key, f"no effort level is called '{effort}'" + near_miss(effort, levels, "efforts.levels")
 
 
-def _resources(settings: AnyStage, pipeline: PipelineSettings) -> Iterator[Problem]:
-    for what in ("slots", "cpus", "gpus"):
-        wanted, there = getattr(settings.resources, what), getattr(pipeline.machine, what)
-        if wanted > there:
-            yield f"resources.{what}", f"{wanted}, but machine.{what} is {there}"
+def _resources(settings: AnyStage, inputs: Sequence[Input], pipeline: PipelineSettings) -> Iterator[Problem]:
+    gpus = computed_gpus(settings, inputs, pipeline)
+    own = settings.resources.gpus
+    if own not in (0, gpus):
+        yield "resources.gpus", f"{own}, but resources.{settings.backend} takes {gpus}: leave the key out"
+    wanted = {"slots": settings.resources.slots, "cpus": settings.resources.cpus, "gpus": gpus}
+    for what, number in wanted.items():
+        there = getattr(pipeline.machine, what)
+        if number > there:
+            yield f"resources.{what}", f"{number}, but machine.{what} is {there}{_teacher_gpus(settings, inputs, what)}"
+
+
+def _teacher_gpus(settings: AnyStage, inputs: Sequence[Input], what: str) -> str:
+    verl, teachers = settings.resources.verl, sum(given.role == "teachers" for given in inputs)
+    if what != "gpus" or settings.backend != "verl" or not teachers:
+        return ""
+    return (
+        f" (trainer {verl.nodes} x {verl.gpus_per_node}, and {teachers} teachers x {verl.teacher_replicas} replicas x "
+        f"{verl.teacher_tensor_parallel}: verl serves every teacher on GPUs of its own)"
+    )
+
+
+def computed_gpus(settings: AnyStage, inputs: Sequence[Input], pipeline: PipelineSettings) -> int:
+    """GPUs that a stage takes: of a verl stage the trainer's and, for OPD, those of every teacher's servers."""
+    if settings.backend == "embedded":
+        return settings.resources.gpus
+    if getattr(pipeline.workers, settings.backend).device == "cpu":
+        return 0
+    if settings.backend == "vllm":
+        return settings.resources.vllm.tensor_parallel
+    verl = settings.resources.verl
+    teachers = sum(given.role == "teachers" for given in inputs)
+    return verl.nodes * verl.gpus_per_node + teachers * verl.teacher_replicas * verl.teacher_tensor_parallel
 
 
 # ---------------------------------------------------------------------------------------------- inputs

@@ -16,11 +16,14 @@ from opdctl.store import Attempt, Parent
 
 
 class Launcher:
-    """For the stages of a plan that are going to run. Models from the Hugging Face hub are downloaded at once."""
+    """For the stages of a plan that are going to run. Models from the Hugging Face hub are downloaded at once, unless
+    `fetch` is false: then the repository's name stands for the folder."""
 
-    def __init__(self, plan: Plan, items: Sequence[PlannedStage], report: Callable[[str], None]) -> None:
-        self._run, self._pipeline = plan.run, plan.pipeline
-        self._outside = _outside_models(items, plan.pipeline.folder, report)
+    def __init__(
+        self, plan: Plan, items: Sequence[PlannedStage], report: Callable[[str], None], *, fetch: bool = True
+    ) -> None:
+        self._run, self._pipeline, self._items = plan.run, plan.pipeline, items
+        self._outside = _outside_models(items, plan.pipeline.folder, report, fetch)
         kinds = {item.stage.settings.kind for item in items if BACKENDS[item.stage.settings.backend] is embedded}
         self.preload = ["opdctl.worker", *(embedded.KINDS[kind] for kind in sorted(kinds))]  # what workers import
 
@@ -28,10 +31,22 @@ class Launcher:
         """Import path of the module that carries the stage out."""
         return cast(ModuleType, BACKENDS[item.stage.settings.backend]).__name__
 
-    def check(self, item: PlannedStage) -> list[str]:
-        """What stops the stage from running here, a line each; folders of stages still to run do not exist yet."""
-        devices = range(item.stage.settings.resources.gpus)
-        return BACKENDS[item.stage.settings.backend].check(self.spec(item, devices, None))
+    def check(self) -> list[str]:
+        """What stops the stages from running here, a line each."""
+        by_backend: dict[str, list[StageSpec]] = {}
+        for item in self._items:
+            by_backend.setdefault(item.stage.settings.backend, []).append(self._draft(item))
+        found = [BACKENDS[name].check(specs) for name, specs in by_backend.items()]
+        return [f"stages.{stage}: {line}" for lines in found for stage, told in lines.items() for line in told]
+
+    def commands(self) -> dict[str, str]:
+        """Stage -> the shell command that would run it by hand; empty for a stage without one."""
+        return {
+            item.stage.name: BACKENDS[item.stage.settings.backend].command(self._draft(item)) for item in self._items
+        }
+
+    def _draft(self, item: PlannedStage) -> StageSpec:
+        return self.spec(item, range(item.stage.settings.resources.gpus), None)
 
     def parents(self, item: PlannedStage) -> list[Parent]:
         """With the record ids of those that this run has made."""
@@ -53,6 +68,8 @@ class Launcher:
             tasks={name: _task_data(task, self._pipeline.folder) for name, task in settings.tasks.items()},
             efforts=settings.efforts.model_dump(mode="json") if settings.efforts else None,
             resources=settings.resources.model_dump(mode="json"),
+            workers=self._workers(settings.backend),
+            verl=dict(settings.verl),
             devices=list(devices),
             inputs=[
                 InputSpec(given.role, given.label, self._folder(given), dict(given.route), given.weight)
@@ -66,6 +83,13 @@ class Launcher:
             result=str(stage.result),
         )
 
+    def _workers(self, backend: str) -> dict[str, Any]:
+        if backend == "embedded":
+            return {}
+        plain: dict[str, Any] = getattr(self._pipeline.settings.workers, backend).model_dump(mode="json")
+        # not resolved: the interpreter of a virtual environment is a link, and knows its environment by its own path
+        return plain | {"python": str((self._pipeline.folder / plain["python"]).absolute())}
+
     def _folder(self, given: Input) -> str:
         if given.kind == "stage":
             return str(self._run.stage(given.target).checkpoint)
@@ -77,12 +101,16 @@ class Launcher:
         return record.id
 
 
-def _outside_models(items: Iterable[PlannedStage], folder: Path, report: Callable[[str], None]) -> dict[str, str]:
+def _outside_models(
+    items: Iterable[PlannedStage], folder: Path, report: Callable[[str], None], fetch: bool
+) -> dict[str, str]:
     """Reference -> folder, of models that no stage makes."""
     found: dict[str, str] = {}
     for given in (given for item in items for given in item.stage.inputs):
         if given.kind == "path":
             found[given.ref] = str((folder / given.target).resolve())
+        elif given.kind == "hf" and not fetch:
+            found[given.ref] = given.target.partition("@")[0]
         elif given.kind == "hf" and given.ref not in found:
             report(f"fetching {given.ref}")
             found[given.ref] = _download(given.target)

@@ -11,7 +11,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
-from opdctl.checks import AnyStage, check_stage, route_columns, used_efforts
+from opdctl.checks import AnyStage, check_stage, computed_gpus, route_columns, used_efforts
 from opdctl.errors import ConfigError
 from opdctl.references import Addresses, Input, Problem, Resolver, address, check_foreach, fan_out, near_miss, select
 from opdctl.settings import (
@@ -320,7 +320,8 @@ def _stage(draft: _Draft, settings: PipelineSettings) -> Stage:
     own = draft.settings
     tasks = {name: settings.tasks[name] for name in dict.fromkeys(own.config.data.tasks)}
     seed = own.seed if own.seed is not None else settings.seed
-    filled = own.model_copy(update={"tasks": tasks, "efforts": settings.efforts})
+    resources = own.resources.model_copy(update={"gpus": computed_gpus(own, draft.inputs, settings)})
+    filled = own.model_copy(update={"tasks": tasks, "efforts": settings.efforts, "resources": resources})
     return Stage(draft.name, draft.base, draft.labels, filled, draft.inputs, seed)
 
 
@@ -348,6 +349,8 @@ def identity(stage: Stage, inputs: Mapping[str, Any], data: Mapping[str, Any], r
         "tasks": {name: _task_identity(name, task, data) for name, task in stage.settings.tasks.items()},
         "inputs": _inputs_identity(stage, inputs),
     }
+    if stage.settings.verl:
+        payload["verl"] = stage.settings.verl
     if used_efforts(stage.settings) and stage.settings.efforts is not None:
         efforts = stage.settings.efforts
         payload["efforts"] = {"by": efforts.by, "levels": [list(level) for level in efforts.levels.items()]}

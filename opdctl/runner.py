@@ -137,9 +137,7 @@ class _Execution:
 
     def _check(self) -> None:
         """Refuses all that can be refused before the first stage starts."""
-        problems = [
-            f"stages.{name}: {problem}" for name, item in self._work.items() for problem in self._launcher.check(item)
-        ]
+        problems = self._launcher.check()
         problems += check_data(self._pipeline, [item.stage for item in self._work.values()])
         if problems:
             raise ConfigError(problems)

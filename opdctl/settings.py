@@ -4,32 +4,14 @@ Pure data. A key without a default is one that no paper or library can choose fo
 the pipeline or in the scale. `resources` and `machine` never enter a stage's identity; all other keys do.
 """
 
-import re
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
-Fraction = Annotated[float, Field(ge=0, le=1)]
-Positive = Annotated[float, Field(gt=0)]
-NonNegative = Annotated[float, Field(ge=0)]
-Count = Annotated[int, Field(ge=1)]
-Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # what PyTorch's generators take
-NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"  # cannot leave its folder, nor hide in it
-Name = Annotated[str, Field(pattern=NAME_PATTERN)]
+from opdctl.fields import NAME_PATTERN, AxisValue, Count, Fraction, Name, NonNegative, Positive, Seed, Settings
+from opdctl.workers import VerlResources, VllmResources, Workers
 
-
-def _axis_value(value: Any) -> Any:
-    if type(value) not in (str, int, float) or not re.match(NAME_PATTERN, str(value)):
-        raise ValueError("must be a name (letters, digits and _ . -, starting with a letter or digit) or a number >= 0")
-    return value
-
-
-AxisValue = Annotated[Any, AfterValidator(_axis_value)]  # str, int or float; `${each.AXIS}` keeps its type
-
-
-class Settings(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
+__all__ = ["NAME_PATTERN", "AxisValue", "Settings"]  # and every class below
 
 # ---------------------------------------------------------------------------------------------- model and tasks
 
@@ -312,6 +294,8 @@ class Resources(Settings):
     gpus: Annotated[int, Field(ge=0)] = 0
     micro_batch_tokens: Count = 16_384  # tokens of one forward and backward pass
     resident_teachers: Count = 2  # opd: teachers in memory at once
+    verl: VerlResources = VerlResources()  # read by stages with backend: verl
+    vllm: VllmResources = VllmResources()  # read by stages with backend: vllm
 
 
 class Machine(Settings):
@@ -346,10 +330,11 @@ InputValue = Annotated[_One | _Several, Discriminator(_input_tag)]
 
 
 class _Stage(Settings):
-    backend: Literal["embedded"]
+    backend: Literal["embedded", "verl", "vllm"]
     inputs: dict[str, InputValue]  # role -> reference or references
     labels: dict[Name, str] = {}  # with the fan-out's values: routing, tags and tables
     resources: Resources = Resources()
+    verl: dict[str, Any] = {}  # backend verl: raw overrides, verl's own key -> value; keys that opdctl sets are refused
     seed: Seed | None = None  # the pipeline's seed where absent
     tasks: dict[str, TaskSettings] = {}  # filled in from the pipeline: the definitions that `data.tasks` names
     efforts: EffortSettings | None = None  # filled in from the pipeline
@@ -394,5 +379,6 @@ class PipelineSettings(Settings):
     tasks: dict[Name, TaskSettings] = {}
     efforts: EffortSettings | None = None
     machine: Machine = Machine()
+    workers: Workers = Workers()
     tracking: Tracking = Tracking()
     scale: dict[str, Any] = {}  # numbers that stages refer to as ${scale...}

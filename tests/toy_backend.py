@@ -22,8 +22,12 @@ from opdctl.store import write_json
 REVISION = "toy-1"
 
 
-def check(spec):
-    return ["this stage may not run here"] if "unfit" in _knobs(spec) else []
+def check(specs):
+    return {spec.stage: ["this stage may not run here"] for spec in specs if "unfit" in _knobs(spec)}
+
+
+def command(spec):
+    return ""
 
 
 def run(spec, control):

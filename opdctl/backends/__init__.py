@@ -3,7 +3,7 @@
 Their own module level imports nothing heavy: the plan asks for REVISION, the runner for `check`; only a worker runs.
 """
 
-from opdctl.backends import embedded
+from opdctl.backends import embedded, verl, vllm
 from opdctl.backends.contract import Backend
 
-BACKENDS: dict[str, Backend] = {"embedded": embedded}
+BACKENDS: dict[str, Backend] = {"embedded": embedded, "verl": verl, "vllm": vllm}

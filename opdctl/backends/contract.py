@@ -31,6 +31,8 @@ class StageSpec:
     tasks: Mapping[str, Mapping[str, Any]]  # name -> settings; `path`s are absolute
     efforts: Mapping[str, Any] | None
     resources: Mapping[str, Any]
+    workers: Mapping[str, Any]  # settings.VerlWorkers or VllmWorkers of the backend, `python` absolute; embedded: empty
+    verl: Mapping[str, Any]  # the user's raw overrides
     devices: Sequence[int]  # leased GPU ids; empty: CPU
     inputs: Sequence[InputSpec]
     workspace: str  # the worker's current folder
@@ -75,8 +77,13 @@ class Backend(Protocol):
 
     REVISION: str  # part of every identity: raise it when the same settings give other numbers
 
-    def check(self, spec: StageSpec) -> list[str]:
-        """What stops this stage from running here, a line each. Imports nothing heavy."""
+    def check(self, specs: Sequence[StageSpec]) -> Mapping[str, list[str]]:
+        """What stops these stages from running here: stage -> a line each. Nothing heavy is imported into this process;
+        folders of stages that are still to run do not exist yet."""
+        ...
+
+    def command(self, spec: StageSpec) -> str:
+        """What a shell would be given to run the stage by hand; empty where there is no such command."""
         ...
 
     def run(self, spec: StageSpec, control: Control) -> StageResult:

@@ -1,5 +1,6 @@
 """The embedded PyTorch engine, in the worker's own process: a CPU, or one CUDA GPU."""
 
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -14,16 +15,24 @@ KINDS = {
 }
 
 
-def check(spec: StageSpec) -> list[str]:
-    """What stops this stage from running here. Imports nothing heavy."""
-    problems = [
+def check(specs: Sequence[StageSpec]) -> dict[str, list[str]]:
+    """What stops these stages from running here. Imports nothing heavy."""
+    missing = [
         f"the Python package {package} is missing: pip install opdctl brings it"
         for package in ("torch", "transformers", "safetensors")
         if find_spec(package) is None
     ]
-    if len(spec.devices) > 1:
-        problems.append(f"resources.gpus: {len(spec.devices)}, and the embedded engine uses one GPU at most")
-    return problems
+    return {spec.stage: missing + _too_many_gpus(spec) for spec in specs}
+
+
+def _too_many_gpus(spec: StageSpec) -> list[str]:
+    count = len(spec.devices)
+    return [f"resources.gpus: {count}, and the embedded engine uses one GPU at most"] if count > 1 else []
+
+
+def command(spec: StageSpec) -> str:
+    """None: the engine runs in opdctl's own worker process."""
+    return ""
 
 
 def run(spec: StageSpec, control: Control) -> StageResult:

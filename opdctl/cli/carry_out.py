@@ -43,7 +43,7 @@ def run(
     """
     planned = _make(pipeline, overrides, run_name, rerun, only, workspace)
     if dry_run:
-        _show_plan(planned, json)
+        _show_plan(planned, {}, json)
         return
     from opdctl.console import make_console
     from opdctl.console.live import progress_display
@@ -68,11 +68,15 @@ def plan(
     run_name: RunOption = None,
     rerun: RerunOption = None,
     only: OnlyOption = None,
+    commands: Annotated[
+        bool, typer.Option("--commands", help="Also show, and have checked, the commands that start verl's trainers.")
+    ] = False,
     json: JsonOption = False,
     workspace: WorkspaceOption = HERE,
 ) -> None:
     """Show the stages of a pipeline, what a run would do with each and why, and the losses. Changes nothing."""
-    _show_plan(_make(pipeline, overrides, run_name, rerun, only, workspace), json)
+    planned = _make(pipeline, overrides, run_name, rerun, only, workspace)
+    _show_plan(planned, _commands(planned) if commands else {}, json)
 
 
 def validate(
@@ -115,15 +119,28 @@ def _make(
     return make_plan(loaded, directory, only=only or (), rerun=rerun or ())
 
 
-def _show_plan(planned: "Plan", json: bool) -> None:
+def _commands(planned: "Plan") -> dict[str, str]:
+    """Stage -> command line, of the stages that have one; all are checked first."""
+    from opdctl.errors import ConfigError
+    from opdctl.launch import Launcher
+
+    launcher = Launcher(planned, planned.stages, lambda text: None, fetch=False)
+    if problems := launcher.check():
+        raise ConfigError(problems)
+    return {stage: text for stage, text in launcher.commands().items() if text}
+
+
+def _show_plan(planned: "Plan", commands: Mapping[str, str], json: bool) -> None:
     from opdctl.console import make_console, print_json
     from opdctl.console.plan import plan_data, plan_view
     from opdctl.plan import Decision
 
     if json:
-        print_json(plan_data(planned))
+        print_json(plan_data(planned) | ({"commands": commands} if commands else {}))
     else:
         make_console().print(plan_view(planned))
+        for stage, text in commands.items():  # as it is: Rich would fold lines that are to be pasted
+            typer.echo(f"\n# {stage}\n{text}")
     if any(item.decision is Decision.REFUSED for item in planned.stages):
         raise typer.Exit(1)
 

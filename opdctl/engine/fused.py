@@ -171,5 +171,5 @@ def direction(x: Tensor, floor: Tensor) -> Tensor:
     """x / sqrt(sum x^2 + floor^2) over the last axis, without gradient: an RMS norm of eps = floor^2 / size, less the
     factor sqrt(size) and the weight, which a following matrix can hold."""
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=floor.dtype)
-    turned = x / length.hypot_(floor)
+    turned: Tensor = x / length.hypot_(floor)
     return turned if turned.dtype == x.dtype else turned.to(x.dtype)

@@ -1,0 +1,37 @@
+"""Where a verl stage keeps its files: what goes on across attempts in the state folder, the rest in the attempt's."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from opdctl.backends.contract import StageSpec
+
+BOOTSTRAP = Path(__file__).with_name("bootstrap")  # on PYTHONPATH of everything that verl starts
+ROUTE = "route"  # column of the OPD data that names the row's teacher
+SETTINGS_VARIABLE = "OPDCTL_VERL_SETTINGS"  # names Layout.settings to the plug-in
+
+
+def teacher_key(number: int) -> str:
+    """Value of the column ROUTE for the stage's teacher `number`."""
+    return f"t{number}"
+
+
+@dataclass(frozen=True)
+class Layout:
+    train: Path  # parquet
+    validation: Path  # parquet; verl wants one, and opdctl evaluates in stages of its own: a few rows
+    settings: Path  # JSON: what the plug-in inside verl has to know
+    checkpoints: Path  # verl's `trainer.default_local_dir`
+    log: Path  # verl's JSONL, which every start of verl empties: a new one for each attempt
+
+
+def layout(spec: StageSpec) -> Layout:
+    """Of an attempt; of a stage that is only planned the log's place is a stand-in."""
+    state = Path(spec.state)
+    attempt = Path(spec.events).parent if spec.events else state
+    return Layout(
+        state / "data" / "train.parquet",
+        state / "data" / "validation.parquet",
+        state / "data" / "settings.json",
+        state / "checkpoints",
+        attempt / "verl.jsonl",
+    )

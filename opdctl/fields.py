@@ -1,0 +1,27 @@
+"""The base of all settings classes, and the types that their keys share."""
+
+import re
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Count = Annotated[int, Field(ge=1)]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # what PyTorch's generators take
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"  # cannot leave its folder, nor hide in it
+Name = Annotated[str, Field(pattern=NAME_PATTERN)]
+
+
+def _axis_value(value: Any) -> Any:
+    if type(value) not in (str, int, float) or not re.match(NAME_PATTERN, str(value)):
+        raise ValueError("must be a name (letters, digits and _ . -, starting with a letter or digit) or a number >= 0")
+    return value
+
+
+AxisValue = Annotated[Any, AfterValidator(_axis_value)]  # str, int or float; `${each.AXIS}` keeps its type
+
+
+class Settings(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
