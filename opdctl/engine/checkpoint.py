@@ -87,6 +87,13 @@ def load_policy(path: str | Path, *, device: torch.device | str = "cpu", dtype: 
     return policy.to(device=device, dtype=dtype)
 
 
+def load_vocabulary(path: str | Path) -> tuple[Tokenizer, tuple[int, ...], int]:
+    """(tokenizer, EOS ids, number of logits) of a folder, as `load_policy` gives them, without reading its weights."""
+    folder = Path(path)
+    config = _load_config(folder)
+    return load_tokenizer(folder), _special_ids(folder, config)[0], int(config.vocab_size)
+
+
 def save_policy(policy: Policy, tokenizer: Tokenizer, folder: str | Path, *, dtype: torch.dtype) -> None:
     """Write a folder that AutoModelForCausalLM and AutoTokenizer load. Equal weights give equal bytes."""
     folder = Path(folder)

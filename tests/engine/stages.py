@@ -56,6 +56,8 @@ def spec_of(folder: Path, kind: str, config: dict[str, Any], inputs: list[InputS
         tasks=TASKS,
         efforts=EFFORTS,
         resources=resources,
+        workers={},
+        verl={},
         devices=[],
         inputs=inputs,
         workspace=str(folder),

@@ -1,0 +1,283 @@
+"""The rows that verl reads, dealt by opdctl: the embedded engine's rows, in its order, enough for every step.
+
+One parquet file a stage. A prompt is one message that holds the rendered text (see `templates`); what a verifier needs
+travels as JSON. Nothing is drawn, cut or shuffled by verl.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from opdctl.backends.contract import Control, StageSpec
+from opdctl.backends.verl.layout import ROUTE, Layout, layout, teacher_key
+from opdctl.engine.checkpoint import Tokenizer, encode, load_vocabulary
+from opdctl.engine.loop import open_tasks, role
+from opdctl.engine.rows import Mixer, Renderer, Row, stream_seed
+from opdctl.engine.teachers import Router, check_vocabularies
+from opdctl.engine.tokenizer import word_tokenizer
+from opdctl.errors import StageRefused
+from opdctl.records import read_json, write_json
+from opdctl.settings import NewModel, OpdSettings, RlvrSettings, SftSettings
+from opdctl.tasks import Prompt
+
+FORMAT = 1  # raise it when the same stage gets other rows or columns: data of an older one is written again
+_GROUP_ROWS = 4096  # of a row group, the part of a file that is in memory
+
+_Record = dict[str, Any]
+
+
+def write(spec: StageSpec, control: Control) -> Layout:
+    """Train and validation rows, and the plug-in's settings, in the stage's state folder; kept by later attempts.
+
+    Raises StageRefused for a prompt or demonstration that is too long, a row without a teacher, and a model with
+    another vocabulary.
+    """
+    files = layout(spec)
+    write_json(files.settings, plugin_settings(spec))
+    mark = files.train.with_name("digest.json")
+    known, wanted = read_json(mark) or {}, _digest(spec)
+    if known.get("digest") == wanted and files.train.is_file() and files.validation.is_file():
+        return files
+    mark.unlink(missing_ok=True)
+    student = _Student(spec)
+    others = [*role(spec, "reference"), *role(spec, "budget"), *role(spec, "teachers")]
+    check_vocabularies(student.tokenizer, student.width, others)
+    batches = _demonstrations(spec, student) if spec.kind == "sft" else _prompts(spec, student, control)
+    first = next(batches)
+    _write_rows(files.train, chain([first], batches))
+    # opdctl evaluates in stages of its own; verl's SFT trainer computes a loss on one whole batch at the end
+    _write_rows(files.validation, [first])
+    write_json(mark, {"digest": wanted})
+    return files
+
+
+def _digest(spec: StageSpec) -> str:
+    """Of all that the rows depend on."""
+    given = asdict(spec)
+    keys = ("kind", "seed", "config", "tasks", "efforts", "inputs", "new_model")
+    text = json.dumps([FORMAT, {key: given[key] for key in keys}], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+class _Student:
+    """Vocabulary of the model to train."""
+
+    def __init__(self, spec: StageSpec) -> None:
+        given = role(spec, "student" if spec.kind == "opd" else "init")[0]
+        if given.path:
+            self.tokenizer, self.eos_ids, self.width = load_vocabulary(given.path)
+        else:
+            words = NewModel.model_validate(spec.new_model).tokenizer.words
+            self.tokenizer, self.eos_ids, self.width = word_tokenizer(words), (2,), len(words)
+        self.renderer = Renderer(self.tokenizer, self.eos_ids)
+
+
+# ------------------------------------------------------------------------------------------------------------ rows
+
+
+def _demonstrations(spec: StageSpec, student: _Student) -> Iterator[list[_Record]]:
+    """Conversations of one optimizer step after another."""
+    settings = SftSettings.model_validate(spec.config)
+    mixer = Mixer(open_tasks(spec), settings.data, "train", stream_seed(spec.seed, "sft"))
+    end = eos_text(student.tokenizer, student.eos_ids[0])
+    size = settings.train.global_batch_size
+    for step in range(settings.train.max_steps):
+        shown = [demonstration for _, demonstration in mixer.demonstrations(step * size, size)]
+        texts = [demonstration.completion for demonstration in shown]
+        prompts = student.renderer.prompts([demonstration.prompt for demonstration in shown], settings.max_tokens)
+        completions = student.renderer.completions(texts)
+        for prompt, completion in zip(prompts, completions, strict=True):
+            _check_length(len(prompt) + len(completion), settings.max_tokens)
+        yield [
+            {
+                "messages": [
+                    {"role": "user", "content": student.renderer.text(demonstration.prompt)},
+                    {"role": "assistant", "content": demonstration.completion + end},
+                ]
+            }
+            for demonstration in shown
+        ]
+
+
+def _check_length(tokens: int, limit: int) -> None:
+    if tokens > limit:
+        raise StageRefused(
+            f"a demonstration has {tokens} tokens and config.max_tokens is {limit}",
+            hint="raise config.max_tokens, or drop such rows: a cut answer teaches to stop in the middle",
+        )
+
+
+def _prompts(spec: StageSpec, student: _Student, control: Control) -> Iterator[list[_Record]]:
+    """Prompts of one rollout batch after another."""
+    settings = (OpdSettings if spec.kind == "opd" else RlvrSettings).model_validate(spec.config)
+    mixer = Mixer(open_tasks(spec), settings.data, "train", stream_seed(spec.seed, spec.kind))
+    options = settings.rollout
+    router = _router(spec, settings)
+    for batch in range(rollout_batches(settings)):
+        rows = mixer.rows(batch * options.prompts, options.prompts)
+        student.renderer.prompts([row.prompt for row in rows], options.max_prompt_tokens)
+        records = [_record(row, student.renderer, None) for row in rows]
+        if router is not None:
+            for row, record in zip(rows, records, strict=True):
+                record[ROUTE] = teacher_key(router.teacher(row.prompt.columns))
+        order = _order(spec, batch * updates(settings), len(rows))
+        for position, number in enumerate(order):
+            records[number]["extra_info"]["index"] = batch * options.prompts + position
+        yield [records[number] for number in order]
+
+
+def updates(settings: RlvrSettings | OpdSettings) -> int:
+    """Optimizer steps of one rollout batch, which verl counts as one step."""
+    return settings.rollout.prompts * settings.rollout.group_size // settings.train.global_batch_size
+
+
+def rollout_batches(settings: RlvrSettings | OpdSettings) -> int:
+    """Rollout batches that a stage may ask for."""
+    steps = -(-settings.train.max_steps // updates(settings))
+    dynamic = settings.dynamic_sampling if isinstance(settings, RlvrSettings) else None
+    return steps * (dynamic.max_rounds if dynamic else 1)
+
+
+def _router(spec: StageSpec, settings: RlvrSettings | OpdSettings) -> Router | None:
+    if not isinstance(settings, OpdSettings):
+        return None
+    return Router(role(spec, "teachers"), settings.route_by, settings.default_teacher)
+
+
+def _order(spec: StageSpec, step: int, count: int) -> list[int]:
+    """How the engine shuffles a rollout batch's prompts before it splits them into optimizer steps: dealt by cell,
+    each step would see one task, or one teacher, only."""
+    import torch
+
+    generator = torch.Generator().manual_seed(stream_seed(spec.seed, f"{spec.kind}-split", step))
+    return [int(number) for number in torch.randperm(count, generator=generator)]
+
+
+def _record(row: Row, renderer: Renderer, budget: float | None) -> _Record:
+    return {
+        "data_source": row.task,
+        "prompt": [{"role": "user", "content": renderer.text(row.prompt)}],
+        "reward_model": {"style": "rule", "ground_truth": prompt_json(row.prompt)},
+        "extra_info": {"index": 0, "task": row.task, "budget": budget},
+    }
+
+
+def prompt_json(prompt: Prompt) -> str:
+    """What a verifier is given, for `plugin.rewards.read_prompt`."""
+    return json.dumps(
+        {"text": prompt.text, "answer": prompt.answer, "columns": dict(prompt.columns)}, default=asdict, sort_keys=True
+    )
+
+
+def eos_text(tokenizer: Tokenizer, eos_id: int) -> str:
+    """The text that a tokenizer reads as EOS. Raises StageRefused where there is none."""
+    text = str(tokenizer.convert_ids_to_tokens(eos_id))
+    if encode(tokenizer, text) != [eos_id]:
+        raise StageRefused(
+            f"the tokenizer does not read {text!r} as its own token {eos_id}, which ends a sequence",
+            hint="declare it in tokenizer_config.json under added_tokens_decoder, as a special token",
+        )
+    return text
+
+
+# ----------------------------------------------------------------------------------------------------------- files
+
+
+def _write_rows(path: Path, batches: Iterable[list[_Record]]) -> None:
+    """All batches into one file, whole or not at all."""
+    import pyarrow
+    from pyarrow import parquet
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    staging = path.with_name(f".{path.name}.part")
+    groups = _groups(batches)
+    group = next(groups)
+    schema = _schema(group[0])
+    with parquet.ParquetWriter(staging, schema) as writer:
+        for part in chain([group], groups):
+            writer.write_table(pyarrow.Table.from_pylist(part, schema=schema))
+    with staging.open("rb") as written:
+        os.fsync(written.fileno())
+    staging.replace(path)
+
+
+def _groups(batches: Iterable[list[_Record]]) -> Iterator[list[_Record]]:
+    group: list[_Record] = []
+    for batch in batches:
+        group += batch
+        if len(group) >= _GROUP_ROWS:
+            yield group
+            group = []
+    if group:
+        yield group
+
+
+def _schema(record: _Record) -> Any:
+    import pyarrow as pa
+
+    messages = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+    types = {
+        "messages": messages,
+        "prompt": messages,
+        "data_source": pa.string(),
+        "reward_model": pa.struct([("style", pa.string()), ("ground_truth", pa.string())]),
+        "extra_info": pa.struct([("index", pa.int64()), ("task", pa.string()), ("budget", pa.float64())]),
+        ROUTE: pa.string(),
+    }
+    return pa.schema([(name, types[name]) for name in record])
+
+
+# ------------------------------------------------------------------------------------------------ for the plug-in
+
+
+def plugin_settings(spec: StageSpec) -> Mapping[str, Any]:
+    """What the plug-in inside verl has to know, as plain data."""
+    student = _Student(spec)
+    found: dict[str, Any] = {
+        "kind": spec.kind,
+        "tasks": dict(spec.tasks),
+        "efforts": spec.efforts,
+        "workspace": spec.workspace,
+        "eos_ids": list(student.eos_ids),
+    }
+    if spec.kind == "rlvr":
+        settings = RlvrSettings.model_validate(spec.config)
+        found["reward"] = {
+            "unfinished_reward": settings.unfinished_reward,
+            "overlong": settings.overlong.model_dump(mode="json"),
+            "effort": settings.effort.model_dump(mode="json") if settings.effort else None,
+            "max_completion_tokens": settings.rollout.max_completion_tokens,
+            "max_steps": settings.train.max_steps,
+            "updates": updates(settings),
+        }
+    if spec.kind == "opd":
+        found |= _opd_settings(spec)
+    return found
+
+
+def _opd_settings(spec: StageSpec) -> dict[str, Any]:
+    settings = OpdSettings.model_validate(spec.config)
+    form = settings.loss.model_dump(mode="json")
+    return {
+        "opd": {
+            "form": form["form"],
+            "max_advantage": form.get("max_advantage"),
+            "rest": form.get("rest"),
+            "weights": {teacher_key(i): given.weight for i, given in enumerate(role(spec, "teachers"))},
+            "outcome_weight": 0.0,
+        },
+        # distillation needs no rewards, but accuracy and length are reported
+        "reward": {
+            "unfinished_reward": 0.0,
+            "overlong": {"handling": "none", "buffer_tokens": 0},
+            "effort": None,
+            "max_completion_tokens": settings.rollout.max_completion_tokens,
+            "max_steps": settings.train.max_steps,
+            "updates": updates(settings),
+        },
+    }
