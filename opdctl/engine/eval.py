@@ -2,12 +2,12 @@
 
 import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from opdctl.backends.contract import Control, InputSpec, StageResult, StageSpec, Stopped
 from opdctl.engine.advantages import over_budget
@@ -15,6 +15,7 @@ from opdctl.engine.effort import BudgetEstimator
 from opdctl.engine.loop import Metrics, open_policy, open_tasks, role
 from opdctl.engine.recovery import damaged, write_whole
 from opdctl.engine.rows import Mixer, Renderer, Row, judge, roll, stream_seed
+from opdctl.engine.sampling import Completions, Generate, sample
 from opdctl.engine.scores import CellCounts, FusionTable, fusion_tables, normalised_score, pass_at_k, wilson_interval
 from opdctl.engine.teachers import Router
 from opdctl.errors import StageRefused
@@ -29,11 +30,26 @@ class CellScore:
     pass_k: dict[str, float]  # k -> unbiased estimate, mean over prompts
 
 
-def run(spec: StageSpec, control: Control) -> StageResult:
-    """Score each input model; publish `report.json`. Scored models are kept in the state folder across attempts."""
+@dataclass(frozen=True)
+class Candidate:
+    """A model under examination."""
+
+    generate: Generate[Completions]
+    renderer: Renderer
+    batch: int | None  # completions drawn in one call; None: all of a model's, the engine makes its own batches
+
+
+Opener = Callable[[InputSpec], AbstractContextManager[Candidate]]
+
+
+def run(spec: StageSpec, control: Control, opener: Opener | None = None) -> StageResult:
+    """Score each input model; publish `report.json`. Scored models are kept in the state folder across attempts.
+
+    `opener` opens a model for as long as it is asked; absent: in this process. One is open at a time.
+    """
     settings = EvalSettings.model_validate(spec.config)
     models = [given for given in spec.inputs if given.role != "budget"]
-    examiner = _Examiner(spec, settings, models)
+    examiner = _Examiner(spec, settings, models, opener or _in_this_process(spec, settings))
     scores: dict[str, dict[str, CellScore]] = {}
     for number, model in enumerate(models):
         kept = Path(spec.state) / f"scored-{zlib.crc32(model.label.encode()):08x}.json"
@@ -50,81 +66,122 @@ def run(spec: StageSpec, control: Control) -> StageResult:
     return StageResult(step=len(models), metrics=metrics)
 
 
+def _in_this_process(spec: StageSpec, settings: EvalSettings) -> Opener:
+    tokens = settings.rollout.max_prompt_tokens + settings.rollout.max_completion_tokens
+    batch = max(1, int(spec.resources["micro_batch_tokens"]) // tokens)
+
+    @contextmanager
+    def opened(given: InputSpec) -> Iterator[Candidate]:
+        policy, tokenizer = open_policy(spec, given)
+        policy.requires_grad_(False)
+        yield Candidate(partial(sample, policy), Renderer(tokenizer, policy.eos_ids), batch)
+
+    return opened
+
+
 class _Examiner:
     """Asks models the held-out prompts. Every model and every effort gets the same problems and random numbers."""
 
-    def __init__(self, spec: StageSpec, settings: EvalSettings, models: Sequence[InputSpec]) -> None:
-        self.spec, self.settings = spec, settings
+    def __init__(self, spec: StageSpec, settings: EvalSettings, models: Sequence[InputSpec], opener: Opener) -> None:
+        self.spec, self.settings, self.models, self.opener = spec, settings, models, opener
         self.tasks = open_tasks(spec)
         self.mixer = Mixer(self.tasks, settings.data, "eval", settings.seed)
         self.cells = [cell_name(task, effort) for task, effort in self.mixer.cells]
-        tokens = settings.rollout.max_prompt_tokens + settings.rollout.max_completion_tokens
-        self.batch = max(1, int(spec.resources["micro_batch_tokens"]) // tokens)
-        self.budgets: BudgetEstimator | None = None
-        if settings.within is not None:
-            given = (role(spec, "budget") or role(spec, "before") or list(models))[0]
-            cold_start, tokenizer = open_policy(spec, given)
-            renderer = Renderer(tokenizer, cold_start.eos_ids)
-            self.budgets = BudgetEstimator(
-                cold_start.requires_grad_(False), self.mixer, renderer, settings.within.budget, settings.rollout
-            )
 
     def score(self, model: InputSpec) -> dict[str, CellScore]:
-        policy, tokenizer = open_policy(self.spec, model)
-        policy.requires_grad_(False)
-        renderer = Renderer(tokenizer, policy.eos_ids)
-        size, per_call = self.settings.rollout.group_size, max(1, self.batch // self.settings.rollout.group_size)
-        scores = {}
-        for cell, (_, effort) in enumerate(self.mixer.cells):
-            rows = self._rows(cell)
-            completions: list[list[int]] = []
-            finished: list[bool] = []
-            for at in range(0, len(rows), per_call):
-                seed = stream_seed(self.settings.seed, "eval-sample")
-                part = rows[at : at + per_call]
-                _, rollout = roll(policy, renderer, part, self.settings.rollout, seed=seed, group_size=size)
-                completions += rollout.completions
-                finished += rollout.finished
-            scores[self.cells[cell]] = self._count(rows, completions, finished, renderer, effort)
-        return scores
-
-    def _rows(self, cell: int) -> list[Row]:
-        wanted = self.settings.rollout.prompts
-        task = self.mixer.cells[cell][0]
-        size = self.tasks[task].size("eval")
-        if size is not None and size < wanted:
-            raise StageRefused(
-                f"task {task} has {size} held-out rows and config.rollout.prompts asks for {wanted}",
-                hint="lower config.rollout.prompts of the eval stage, or hold out more rows",
+        budgets = self.budgets  # before the model is opened: they may take another one
+        with self.opener(model) as candidate:
+            completions, finished = self._answers(candidate)
+        size = len(completions) // len(self.cells)
+        return {
+            name: self._count(
+                cell,
+                candidate.renderer.texts(completions[cell * size : (cell + 1) * size]),
+                [len(completion) for completion in completions[cell * size : (cell + 1) * size]],
+                finished[cell * size : (cell + 1) * size],
+                budgets[cell] if budgets else None,
             )
-        return self.mixer.cell_rows(cell, 0, wanted)
+            for cell, name in enumerate(self.cells)
+        }
+
+    @cached_property
+    def rows(self) -> list[list[Row]]:
+        """Of each cell, equally many."""
+        wanted = self.settings.rollout.prompts
+        for task in self.settings.data.tasks:
+            size = self.tasks[task].size("eval")
+            if size is not None and size < wanted:
+                raise StageRefused(
+                    f"task {task} has {size} held-out rows and config.rollout.prompts asks for {wanted}",
+                    hint="lower config.rollout.prompts of the eval stage, or hold out more rows",
+                )
+        return [self.mixer.cell_rows(cell, 0, wanted) for cell in range(len(self.cells))]
+
+    @cached_property
+    def budgets(self) -> list[list[float]] | None:
+        """b0 of each cell's rows, by the cold-start model's own answers; kept in the state folder across attempts."""
+        if self.settings.within is None:
+            return None
+        kept = Path(self.spec.state) / "budgets.json"
+        if not kept.exists():
+            given = (role(self.spec, "budget") or role(self.spec, "before") or list(self.models))[0]
+            with self.opener(given) as cold_start:
+                estimator = BudgetEstimator(
+                    cold_start.generate,
+                    self.mixer,
+                    cold_start.renderer,
+                    self.settings.within.budget,
+                    self.settings.rollout,
+                )
+                found = [estimator.budgets(rows, batch=cold_start.batch) for rows in self.rows]
+            write_whole(kept, found)
+        try:
+            stored = json.loads(kept.read_text())
+            return [
+                [float(b0) for _, b0 in zip(rows, of, strict=True)] for rows, of in zip(self.rows, stored, strict=True)
+            ]
+        except (OSError, ValueError, TypeError) as error:
+            raise damaged(kept, error) from error
+
+    def _answers(self, candidate: Candidate) -> tuple[list[list[int]], list[bool]]:
+        """Completions of all cells one after another, prompt-major, and whether they ended."""
+        size, options = self.settings.rollout.group_size, self.settings.rollout
+        if candidate.batch is None:
+            calls = [[row for rows in self.rows for row in rows]]
+        else:
+            step = max(1, candidate.batch // size)
+            calls = [rows[at : at + step] for rows in self.rows for at in range(0, len(rows), step)]
+        completions: list[list[int]] = []
+        finished: list[bool] = []
+        seed = stream_seed(self.settings.seed, "eval-sample")
+        for rows in calls:
+            _, drawn = roll(candidate.generate, candidate.renderer, rows, options, seed=seed, group_size=size)
+            completions += drawn.completions
+            finished += drawn.finished
+        return completions, finished
 
     def _count(
-        self,
-        rows: list[Row],
-        completions: list[list[int]],
-        finished: list[bool],
-        renderer: Renderer,
-        effort: str | None,
+        self, cell: int, texts: list[str], lengths: list[int], finished: list[bool], b0: list[float] | None
     ) -> CellScore:
-        size = self.settings.rollout.group_size
-        verdicts = judge(self.tasks, rows, renderer.texts(completions), size)
-        correct = torch.tensor([v.correct and done for v, done in zip(verdicts, finished, strict=True)])
-        lengths = torch.tensor([len(completion) for completion in completions])
+        size, (_, effort) = self.settings.rollout.group_size, self.mixer.cells[cell]
+        verdicts = judge(self.tasks, self.rows[cell], texts, size)
+        correct = [verdict.correct and done for verdict, done in zip(verdicts, finished, strict=True)]
         within = None
-        if self.budgets is not None and self.settings.within is not None and effort is not None:
-            b0, tau = self.budgets.budgets(rows, batch=self.batch), self.settings.within.tau[effort]
-            over = [over_budget(n, tau, b0[i // size]) for i, n in enumerate(lengths.tolist())]
-            within = int((correct & ~torch.tensor(over)).sum())
+        if b0 is not None and self.settings.within is not None and effort is not None:
+            tau = self.settings.within.tau[effort]
+            within = sum(
+                right and not over_budget(n, tau, b0[i // size])
+                for i, (right, n) in enumerate(zip(correct, lengths, strict=True))
+            )
         counts = CellCounts(
-            n=len(completions),
-            correct=int(correct.sum()),
+            n=len(correct),
+            correct=sum(correct),
             within=within,
-            length_sum=int(lengths.sum()),
+            length_sum=sum(lengths),
             truncated=finished.count(False),
         )
-        solved = correct.view(len(rows), size).sum(1).tolist()
-        pass_k = {str(k): sum(pass_at_k(size, int(c), k) for c in solved) / len(rows) for k in self.settings.pass_k}
+        solved = [sum(correct[at : at + size]) for at in range(0, len(correct), size)]
+        pass_k = {str(k): sum(pass_at_k(size, c, k) for c in solved) / len(solved) for k in self.settings.pass_k}
         return CellScore(counts, pass_k)
 
 

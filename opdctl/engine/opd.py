@@ -6,6 +6,7 @@ The three forms of the reverse KL differ in what they ask of a teacher, and only
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from opdctl.engine.loop import Metrics, Trainer, mean, open_frozen, open_policy,
 from opdctl.engine.losses import clipped_policy_loss, opd_advantage, token_weights
 from opdctl.engine.policy import Policy
 from opdctl.engine.rows import Mixer, Renderer, judge, roll, stream_seed
+from opdctl.engine.sampling import sample
 from opdctl.engine.teachers import Router, TeacherPool, check_vocabularies
 from opdctl.engine.vocab import (
     distill_health,
@@ -82,6 +84,7 @@ class _Distiller:
     def __init__(self, spec: StageSpec, settings: OpdSettings, trainer: Trainer) -> None:
         self.spec, self.settings, self.trainer = spec, settings, trainer
         self.student: Policy = trainer.policy
+        self.generate = partial(sample, self.student)
         self.tasks = open_tasks(spec)
         self.mixer = Mixer(self.tasks, settings.data, "train", stream_seed(spec.seed, "opd"))
         self.renderer = Renderer(trainer.tokenizer, self.student.eos_ids)
@@ -103,7 +106,7 @@ class _Distiller:
         rows = self.mixer.rows(start, options.prompts)
         routed = [self.router.teacher(row.prompt.columns) for row in rows]
         seed = stream_seed(self.spec.seed, "opd-sample")
-        prompts, rollout = roll(self.student, self.renderer, rows, options, seed=seed, group_size=options.group_size)
+        prompts, rollout = roll(self.generate, self.renderer, rows, options, seed=seed, group_size=options.group_size)
         lengths = [len(completion) for completion in rollout.completions]
         logprobs = rollout.sampling_logprobs_N.split(lengths)
         size = options.group_size

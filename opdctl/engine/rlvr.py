@@ -6,6 +6,7 @@ One obvious place for each part: what a completion earns is `_Rewards`, what tha
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from opdctl.engine.loop import Metrics, Trainer, mean, open_frozen, open_policy,
 from opdctl.engine.losses import aggregate, clipped_policy_loss, kl_penalty
 from opdctl.engine.policy import Policy
 from opdctl.engine.rows import Mixer, Renderer, Row, judge, roll, stream_seed
-from opdctl.engine.sampling import Rollout
+from opdctl.engine.sampling import Rollout, sample
 from opdctl.engine.teachers import check_vocabularies
 from opdctl.engine.vocab import token_logprobs
 from opdctl.settings import RlvrSettings
@@ -69,6 +70,7 @@ class _Sampler:
     def __init__(self, spec: StageSpec, settings: RlvrSettings, trainer: Trainer) -> None:
         self.spec, self.settings, self.trainer = spec, settings, trainer
         self.policy: Policy = trainer.policy
+        self.generate = partial(sample, self.policy)
         self.tasks = open_tasks(spec)
         self.mixer = Mixer(self.tasks, settings.data, "train", stream_seed(spec.seed, "rlvr"))
         self.renderer = Renderer(trainer.tokenizer, self.policy.eos_ids)
@@ -78,7 +80,7 @@ class _Sampler:
         if settings.effort is not None:
             cold_start = open_frozen(spec, role(spec, "budget")[0])
             self.budgets = BudgetEstimator(
-                cold_start, self.mixer, self.renderer, settings.effort.budget, settings.rollout
+                partial(sample, cold_start), self.mixer, self.renderer, settings.effort.budget, settings.rollout
             )
         self.clipped: list[Tensor] = []
 
@@ -114,7 +116,7 @@ class _Sampler:
         self.trainer.position["rows"] = start + options.prompts
         rows = self.mixer.rows(start, options.prompts)
         seed = stream_seed(self.spec.seed, "rlvr-sample")
-        prompts, rollout = roll(self.policy, self.renderer, rows, options, seed=seed, group_size=options.group_size)
+        prompts, rollout = roll(self.generate, self.renderer, rows, options, seed=seed, group_size=options.group_size)
         rewards_PG, metrics = self._rewards(rows, prompts, rollout, step)
         advantages = group_advantages(rewards_PG, self.settings.advantage).flatten().tolist()
         equal = tied_groups(rewards_PG).tolist()

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from opdctl.engine.checkpoint import Tokenizer, encode_batch
-from opdctl.engine.policy import Policy
-from opdctl.engine.sampling import Rollout, sample
+from opdctl.engine.sampling import Drawn_co, Generate
 from opdctl.errors import StageRefused
 from opdctl.settings import Mixture
 from opdctl.settings import Rollout as RolloutSettings
@@ -83,12 +82,12 @@ class Renderer:
         self.eos_id = eos_ids[0]
 
     def prompts(self, prompts: Sequence[Prompt], max_tokens: int) -> list[list[int]]:
-        ids = encode_batch(self.tokenizer, [self._text(prompt) for prompt in prompts])
+        ids = encode_batch(self.tokenizer, [self.text(prompt) for prompt in prompts])
         for prompt, tokens in zip(prompts, ids, strict=True):
             if len(tokens) > max_tokens:
                 raise StageRefused(
                     f"a prompt has {len(tokens)} tokens and config.rollout.max_prompt_tokens is {max_tokens}: "
-                    f"{self._text(prompt)[:80]!r}",
+                    f"{self.text(prompt)[:80]!r}",
                     hint="raise max_prompt_tokens, or drop such rows from the data: a cut prompt asks another question",
                 )
         return ids
@@ -102,7 +101,8 @@ class Renderer:
         bare = [ids[:-1] if ids and ids[-1] in self.eos_ids else ids for ids in completions]
         return [str(text) for text in self.tokenizer.batch_decode(bare, skip_special_tokens=False)]
 
-    def _text(self, prompt: Prompt) -> str:
+    def text(self, prompt: Prompt) -> str:
+        """What is tokenized: the prompt's own text, or its messages under the tokenizer's chat template."""
         if not prompt.messages:
             return prompt.text
         if not self.tokenizer.chat_template:
@@ -124,12 +124,17 @@ def judge(tasks: dict[str, Task], rows: Sequence[Row], texts: Sequence[str], gro
 
 
 def roll(
-    policy: Policy, renderer: Renderer, rows: Sequence[Row], options: RolloutSettings, *, seed: int, group_size: int
-) -> tuple[list[list[int]], Rollout]:
+    generate: Generate[Drawn_co],
+    renderer: Renderer,
+    rows: Sequence[Row],
+    options: RolloutSettings,
+    *,
+    seed: int,
+    group_size: int,
+) -> tuple[list[list[int]], Drawn_co]:
     """Prompt ids of the rows, and `group_size` completions for each, prompt-major."""
     prompts = renderer.prompts([row.prompt for row in rows], options.max_prompt_tokens)
-    rollout = sample(
-        policy,
+    drawn = generate(
         prompts,
         group_size=group_size,
         max_completion_tokens=options.max_completion_tokens,
@@ -139,4 +144,4 @@ def roll(
         seed=seed,
         keys=[row.key for row in rows],
     )
-    return prompts, rollout
+    return prompts, drawn

@@ -6,6 +6,7 @@ all completions, D hidden size, V vocabulary.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -20,13 +21,41 @@ _CHUNK = 1 << 24  # logits looked at in one go, in float64: 128 MiB
 
 
 @dataclass(frozen=True)
-class Rollout:
-    """Completions, prompt-major; the N axis is their concatenation."""
+class Completions:
+    """Prompt-major; the N axis is their concatenation."""
 
     completions: list[list[int]]  # the EOS token included
     finished: list[bool]  # ended by EOS, not by the limit
     sampling_logprobs_N: Tensor  # float32: under the distribution the token was drawn from
-    entropy_N: Tensor  # float32, nats: of that distribution
+
+
+@dataclass(frozen=True)
+class Rollout(Completions):
+    entropy_N: Tensor  # float32, nats: of the distribution the token was drawn from
+
+
+Drawn_co = TypeVar("Drawn_co", bound=Completions, covariant=True)
+
+
+class Generate(Protocol[Drawn_co]):
+    """A model that draws completions: `sample` with its policy given, or another engine in its place.
+
+    `group_size` completions for every prompt; those of a prompt depend on the seed and the prompt's key, never on the
+    other prompts.
+    """
+
+    def __call__(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        group_size: int,
+        max_completion_tokens: int,
+        temperature: float,
+        top_p: float,
+        top_k: int,
+        seed: int,
+        keys: Sequence[int],
+    ) -> Drawn_co: ...
 
 
 @dataclass(frozen=True)
