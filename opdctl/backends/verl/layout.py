@@ -22,6 +22,7 @@ class Layout:
     settings: Path  # JSON: what the plug-in inside verl has to know
     checkpoints: Path  # verl's `trainer.default_local_dir`
     log: Path  # verl's JSONL, which every start of verl empties: a new one for each attempt
+    new_model: Path  # folder for an input without one: `StageSpec.new_model`, made before verl starts
 
 
 def layout(spec: StageSpec) -> Layout:
@@ -34,4 +35,5 @@ def layout(spec: StageSpec) -> Layout:
         state / "data" / "settings.json",
         state / "checkpoints",
         attempt / "verl.jsonl",
+        state / "data" / "new_model",
     )
