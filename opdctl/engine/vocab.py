@@ -22,6 +22,8 @@ from torch.autograd.function import once_differentiable
 
 from opdctl.errors import OpdctlError
 
+Rest = Literal["correction", "lumped_tail"]  # what stands for the tokens outside the top-k
+
 CHUNK_BYTES = 48 * 2**20  # of one [C, V] tensor; three exist at a time
 
 
@@ -72,7 +74,7 @@ def topk_reverse_kl(
     indices_NK: Tensor,
     teacher_logprobs_NK: Tensor,
     *,
-    rest: Literal["correction", "lumped_tail"],
+    rest: Rest,
     weights_N: Tensor | None = None,
     chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -88,29 +90,40 @@ def topk_reverse_kl(
     Gradient: dloss/dlogit_u = p_u (c_u - sum_v p_v c_v), c = a on S, and off S 0 or log(P / Q).
     Source: MOPD, arXiv 2606.30406 (correction, k = 64); the lumped tail is a variant of this project.
     """
-    all_tokens = indices_NK.shape[1] == head_VD.shape[0]  # then there is no tail
 
     def form(rows: slice, scratch: _Scratch) -> tuple[dict[str, Tensor], Tensor]:
-        costs_CV = _logprobs(hidden_ND[rows], head_VD, scratch, "student")
-        indices_CK, teacher_CK = indices_NK[rows], teacher_logprobs_NK[rows].to(costs_CV.dtype)
-        gap_CK = costs_CV.gather(-1, indices_CK) - teacher_CK
-        probs_CV = torch.exp(costs_CV, out=scratch("work", len(costs_CV)))
-        probs_CK = probs_CV.gather(-1, indices_CK)
-        loss_C = mean_C = (probs_CK * gap_CK).sum(-1)
-        costs_CV.zero_()
-        if rest == "correction":
-            loss_C = mean_C + (teacher_CK.exp() - probs_CK).sum(-1)
-        elif not all_tokens:
-            tail_C = probs_CV.scatter_(-1, indices_CK, 0.0).sum(-1)
-            probs_CV.scatter_(-1, indices_CK, probs_CK)
-            tail_gap_C = _tail_gap(tail_C, teacher_CK)
-            loss_C = mean_C = mean_C + tail_C * tail_gap_C
-            costs_CV += tail_gap_C[:, None]
-        costs_CV.scatter_(-1, indices_CK, gap_CK)
-        return {"loss": loss_C}, costs_CV.sub_(mean_C[:, None]).mul_(probs_CV)
+        logprobs_CV = _logprobs(hidden_ND[rows], head_VD, scratch, "student")
+        work_CV = scratch("work", len(logprobs_CV))
+        loss_C, grad_CV = topk_chunk(logprobs_CV, indices_NK[rows], teacher_logprobs_NK[rows], work_CV, rest=rest)
+        return {"loss": loss_C}, grad_CV
 
     total, values = _weighted(hidden_ND, head_VD, weights_N, form, "loss", chunk)
     return total, values["loss"]
+
+
+def topk_chunk(
+    logprobs_CV: Tensor, indices_CK: Tensor, teacher_logprobs_CK: Tensor, work_CV: Tensor, *, rest: Rest
+) -> tuple[Tensor, Tensor]:
+    """(loss_C, its gradient in the logits_CV) of `topk_reverse_kl`, for tokens whose distributions are known.
+
+    `logprobs_CV` (at least float32) becomes the gradient; `work_CV`, of the same shape, is overwritten.
+    """
+    teacher_CK = teacher_logprobs_CK.to(logprobs_CV.dtype)
+    gap_CK = logprobs_CV.gather(-1, indices_CK) - teacher_CK
+    probs_CV = torch.exp(logprobs_CV, out=work_CV)
+    probs_CK = probs_CV.gather(-1, indices_CK)
+    loss_C = mean_C = (probs_CK * gap_CK).sum(-1)
+    costs_CV = logprobs_CV.zero_()
+    if rest == "correction":
+        loss_C = mean_C + (teacher_CK.exp() - probs_CK).sum(-1)
+    elif indices_CK.shape[-1] < logprobs_CV.shape[-1]:  # else there is no tail
+        tail_C = probs_CV.scatter_(-1, indices_CK, 0.0).sum(-1)
+        probs_CV.scatter_(-1, indices_CK, probs_CK)
+        tail_gap_C = _tail_gap(tail_C, teacher_CK)
+        loss_C = mean_C = mean_C + tail_C * tail_gap_C
+        costs_CV += tail_gap_C[:, None]
+    costs_CV.scatter_(-1, indices_CK, gap_CK)
+    return loss_C, costs_CV.sub_(mean_C[:, None]).mul_(probs_CV)
 
 
 @torch.no_grad()
