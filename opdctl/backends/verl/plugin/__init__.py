@@ -1,10 +1,36 @@
 """What opdctl adds to verl, in every process of a run: its losses and estimators, and on a machine without an
 accelerator a CPU platform. Imported by `bootstrap/opdctl_verl.py` while `import verl` is under way.
 
-Nothing of verl is imported here: each part waits until verl has imported what it adds to.
+Nothing of verl is imported for it: each part waits until verl has imported what it adds to.
 """
 
 import os
+from types import ModuleType
+
+from opdctl.backends.verl.plugin.imports import when_imported
+
+
+def _add_losses(_: ModuleType) -> None:
+    from opdctl.backends.verl.plugin import losses
+
+    losses.register()
+
+
+def _add_topk_loss(module: ModuleType) -> None:
+    from opdctl.backends.verl.plugin import losses
+
+    losses.take_over_topk(module)
+
+
+def _add_advantages(_: ModuleType) -> None:
+    from opdctl.backends.verl.plugin import advantages
+
+    advantages.register()
+
+
+when_imported("verl.trainer.distillation.losses", _add_losses)
+when_imported("verl.trainer.distillation.fsdp.losses", _add_topk_loss)
+when_imported("verl.trainer.ppo.core_algos", _add_advantages)
 
 if os.environ.get("VERL_PLATFORM") == "cpu":
     from opdctl.backends.verl.plugin import cpu

@@ -1,0 +1,207 @@
+"""Distillation losses of `opdctl.engine` inside verl 0.9.1: `opdctl_policy_gradient`, `opdctl_reverse_kl_topk`.
+
+verl's `distillation_loss` (verl/trainer/distillation/losses.py) clamps what a loss function returns by
+`loss_max_clamp`, makes advantages of it if `use_policy_gradient`, adds a second policy loss if `use_task_rewards`, and
+then takes the mean by `loss_agg_mode`. Here a function returns the loss of each token as it is to be back-propagated,
+so that only the mean is left for verl to take; other settings are refused.
+
+Shapes: B sequences, R tokens of the longest response, N tokens of all sequences (prompts included), V vocabulary, K
+tokens of the teacher's top-k.
+"""
+
+import math
+from types import ModuleType
+from typing import Any, cast
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from verl.trainer.distillation.losses import DistillationLossSettings, register_distillation_loss
+from verl.utils import tensordict_utils
+from verl.utils.metric import AggregationType, Metric
+from verl.utils.ulysses import get_ulysses_sequence_parallel_world_size, slice_input_tensor
+from verl.workers.config import ActorConfig, DistillationConfig
+from verl.workers.utils.padding import no_padding_2_padding
+
+from opdctl.backends.verl.layout import ROUTE
+from opdctl.backends.verl.plugin.told import told
+from opdctl.engine.losses import clipped_policy_loss, opd_advantage
+from opdctl.engine.vocab import CHUNK_BYTES, Rest, topk_chunk
+
+POLICY_GRADIENT = "opdctl_policy_gradient"
+TOPK = "opdctl_reverse_kl_topk"
+
+_Loss = tuple[Tensor, dict[str, Any]]  # loss_BR, metrics
+
+
+def register() -> None:
+    """Make the losses known to verl. Once `verl.trainer.distillation.losses` is imported."""
+    register_distillation_loss(DistillationLossSettings(names=[POLICY_GRADIENT], use_estimator=True))(policy_gradient)
+    register_distillation_loss(DistillationLossSettings(names=[TOPK], use_topk=True))(reverse_kl_topk)
+
+
+def policy_gradient(
+    config: ActorConfig, distillation_config: DistillationConfig, model_output: dict[str, Any], data: TensorDict
+) -> _Loss:
+    """`clipped_policy_loss` with A = clip(log pi_T - log pi_theta, +-R_max) + alpha A_orm.
+
+    A_orm is verl's advantage of the outcome reward; alpha = 0 leaves it out. The ratio is clipped by verl's
+    `distillation_loss.clip_ratio_low` and `clip_ratio_high`.
+    """
+    own, asked = distillation_config.distillation_loss, told()["opd"]
+    _check(config, distillation_config)
+    policy_BR = no_padding_2_padding(model_output["log_probs"], data)
+    teacher_BR = no_padding_2_padding(data["teacher_logprobs"], data).squeeze(-1)
+    advantages_BR = opd_advantage(teacher_BR, policy_BR, asked["max_advantage"])
+    cut_BR = advantages_BR.abs() >= asked["max_advantage"]
+    if asked["outcome_weight"]:
+        advantages_BR = advantages_BR + asked["outcome_weight"] * _padded(data["advantages"])
+    loss_BR, clipped_BR = clipped_policy_loss(
+        policy_BR, _padded(data["old_log_probs"]), advantages_BR, low=own.clip_ratio_low, high=own.clip_ratio_high
+    )
+    metrics = {
+        "reverse_kl": (policy_BR - teacher_BR).detach(),  # its estimate from the sampled token
+        "clip_fraction": cut_BR.float(),
+        "ratio_clip_fraction": clipped_BR.float(),
+    }
+    return loss_BR * _factors(data, loss_BR), _means(metrics, data)
+
+
+def reverse_kl_topk(
+    config: ActorConfig, distillation_config: DistillationConfig, model_output: dict[str, Any], data: TensorDict
+) -> _Loss:
+    """`topk_reverse_kl`, which `topk_of_logits` has computed where the logits were."""
+    _check(config, distillation_config)
+    if config.strategy == "megatron":
+        raise NotImplementedError(f"{TOPK} needs whole rows of logits: strategy fsdp2, not megatron")
+    values = {name: no_padding_2_padding(value, data) for name, value in model_output.items() if name in _TOPK_OUTPUTS}
+    loss_BR = values.pop("distillation_losses")
+    return loss_BR * _factors(data, loss_BR), _means({"reverse_kl": loss_BR.detach(), **values}, data)
+
+
+def _check(config: ActorConfig, distillation_config: DistillationConfig) -> None:
+    own = distillation_config.distillation_loss
+    if own.use_policy_gradient or own.use_task_rewards or own.loss_max_clamp is not None:
+        raise ValueError(
+            f"distillation_loss.loss_mode={own.loss_mode} is the whole loss: it needs use_policy_gradient=False, "
+            f"use_task_rewards=False and loss_max_clamp=null, not {own.use_policy_gradient}, {own.use_task_rewards} "
+            f"and {own.loss_max_clamp}"
+        )
+
+
+def _factors(data: TensorDict, loss_BR: Tensor) -> Tensor:
+    """What multiplies the loss: the weight of the row's teacher, and verl's correction for the sampler."""
+    weights = told()["opd"]["weights"]
+    if set(weights.values()) == {1.0}:
+        factors = loss_BR.new_ones(len(loss_BR), 1)
+    else:
+        factors = loss_BR.new_tensor([weights[route] for route in tensordict_utils.get(data, ROUTE)])[:, None]
+    if "rollout_is_weights" in data:
+        factors = factors * _padded(data["rollout_is_weights"])
+    return factors
+
+
+def _padded(nested: Tensor) -> Tensor:
+    """[B, R] of a nested tensor of responses; zeros behind each."""
+    return nested.to_padded_tensor(0.0) if nested.is_nested else nested
+
+
+def _means(values_BR: dict[str, Tensor], data: TensorDict) -> dict[str, Metric]:
+    """Means over the tokens of the optimizer batch: verl adds up the micro-batches and averages over the ranks."""
+    mask_BR = _padded(data["response_mask"])
+    scale = data["dp_size"] / data["batch_num_tokens"]
+    return {
+        f"distillation/{name}": Metric(AggregationType.SUM, ((value_BR * mask_BR).sum() * scale).item())
+        for name, value_BR in values_BR.items()
+    }
+
+
+# ------------------------------------------------------------------------------------------ where the logits are
+
+_TOPK_OUTPUTS = ("distillation_losses", "student_mass", "teacher_mass", "overlap")
+
+
+def take_over_topk(module: ModuleType) -> None:
+    """verl computes each top-k loss, whatever its name, by the function `compute_forward_kl_topk` of
+    verl/trainer/distillation/fsdp/losses.py, which it looks up there at every call.
+    """
+    forward_kl = module.compute_forward_kl_topk
+
+    def compute_topk(
+        student_logits: Tensor,
+        teacher_topk_log_probs: Tensor,
+        teacher_topk_ids: Tensor,
+        config: DistillationConfig,
+        data_format: str,
+    ) -> dict[str, Tensor]:
+        compute = topk_of_logits if config.distillation_loss.loss_mode == TOPK else forward_kl
+        return cast(
+            dict[str, Tensor],
+            compute(student_logits, teacher_topk_log_probs, teacher_topk_ids, config, data_format),
+        )
+
+    module.compute_forward_kl_topk = compute_topk  # type: ignore[attr-defined]  # verl carries no types
+
+
+def topk_of_logits(
+    student_logits: Tensor,
+    teacher_topk_log_probs: Tensor,
+    teacher_topk_ids: Tensor,
+    config: DistillationConfig,
+    data_format: str,
+) -> dict[str, Tensor]:
+    """Loss [1, N] of each token of the flattened sequences from logits [1, N, V], and signs of its health.
+
+    student_mass, teacher_mass: probability that each gives to the teacher's top-k; overlap: share of the teacher's
+    top-k that is among the student's.
+    """
+    teacher_1NK, ids_1NK = teacher_topk_log_probs.values()[None], teacher_topk_ids.values()[None]
+    if get_ulysses_sequence_parallel_world_size() > 1:
+        teacher_1NK, ids_1NK = slice_input_tensor(teacher_1NK, dim=1), slice_input_tensor(ids_1NK, dim=1)
+    values = _TopK.apply(  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        student_logits[0], ids_1NK[0].long(), teacher_1NK[0], told()["opd"]["rest"]
+    )
+    return {name: value[None] for name, value in zip(_TOPK_OUTPUTS, values, strict=True)}
+
+
+class _TopK(torch.autograd.Function):
+    """In chunks of tokens: beside the logits and their gradient no [N, V] tensor exists."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_NV: Tensor, ids_NK: Tensor, teacher_NK: Tensor, rest: Rest) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(logits_NV, ids_NK, teacher_NK)
+        ctx.rest = rest
+        parts = []
+        for rows in _chunks(logits_NV):
+            logprobs_CV, own_CK = (
+                logits_NV[rows].float().log_softmax(-1),
+                logits_NV[rows].topk(ids_NK.shape[-1]).indices,
+            )
+            shared_CK = (ids_NK[rows, :, None] == own_CK[:, None, :]).any(-1)
+            mass_C = logprobs_CV.gather(-1, ids_NK[rows]).exp().sum(-1)
+            loss_C, _ = topk_chunk(
+                logprobs_CV, ids_NK[rows], teacher_NK[rows], torch.empty_like(logprobs_CV), rest=rest
+            )
+            parts.append((loss_C, mass_C, teacher_NK[rows].exp().sum(-1), shared_CK.float().mean(-1)))
+        outputs = tuple(torch.cat(column) for column in zip(*parts, strict=True))
+        ctx.mark_non_differentiable(*outputs[1:])
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_N: Tensor, *_unused: Any) -> tuple[Tensor | None, ...]:
+        logits_NV, ids_NK, teacher_NK = ctx.saved_tensors
+        grad_NV = torch.empty_like(logits_NV)
+        for rows in _chunks(logits_NV):
+            logprobs_CV = logits_NV[rows].float().log_softmax(-1)
+            work_CV = torch.empty_like(logprobs_CV)
+            _, grad_CV = topk_chunk(logprobs_CV, ids_NK[rows], teacher_NK[rows], work_CV, rest=ctx.rest)
+            grad_NV[rows] = grad_CV.mul_(grad_N[rows, None])
+        return grad_NV, None, None, None
+
+
+def _chunks(logits_NV: Tensor) -> list[slice]:
+    tokens, width = logits_NV.shape
+    size = max(1, CHUNK_BYTES // (4 * width))
+    return [slice(at * size, (at + 1) * size) for at in range(max(1, math.ceil(tokens / size)))]
