@@ -13,6 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from opdctl import processes
 from opdctl.errors import RunBusy
 from opdctl.records import disk_errors, read_json, write_json
 
@@ -35,6 +36,7 @@ def hold(path: Path, workers: Callable[[], Iterable[Path]], report: Callable[[st
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         _take(descriptor, path, workers, report)
+        _end_what_is_left((note.parent for note in workers()), report)
         os.set_inheritable(descriptor, True)
         _sign(descriptor, path)
         try:
@@ -132,6 +134,17 @@ def _boot() -> str | None:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return None
+
+
+def _end_what_is_left(attempts: Iterable[Path], report: Callable[[str], None]) -> None:
+    """Of attempts whose worker and watcher were killed."""
+    for attempt in attempts:
+        if not processes.left(attempt):
+            continue
+        if found := processes.find(attempt):
+            names = ", ".join(f"{pid} {processes.command_of(pid)}" for pid in found)
+            report(f"killing what {attempt} left running: {names}")
+        processes.end(attempt)
 
 
 def _stop(notes: Iterable[Path], report: Callable[[str], None]) -> None:

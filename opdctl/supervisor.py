@@ -20,6 +20,7 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+from opdctl import processes
 from opdctl.backends.contract import EXIT_STOPPED, Event, StageResult
 from opdctl.backends.events import EventTail
 from opdctl.errors import OpdctlError, StageFailed
@@ -132,7 +133,7 @@ class Supervisor:
         self.workers[stage] = Worker(stage, attempt, process, _pidfd(process.pid), EventTail(attempt.events))
 
     def wait(self, timeout_s: float) -> list[Worker]:
-        """Workers that ended, after at most `timeout_s`; what was left of their process groups is killed."""
+        """Workers that ended, after at most `timeout_s`; what was left of their processes is killed."""
         by_fd = {worker.pidfd: worker for worker in self.workers.values() if worker.pidfd >= 0}
         gone = [worker for worker in self.workers.values() if worker.pidfd < 0]
         ready = connection.wait(list(by_fd), timeout=0 if gone else timeout_s)
@@ -161,6 +162,7 @@ class Supervisor:
 
     def _forget(self, worker: Worker) -> None:
         _kill_group(worker.pid)
+        processes.end(worker.attempt.path)  # those that left its group
         if worker.pidfd >= 0:
             os.close(worker.pidfd)
         del self.workers[worker.stage]
