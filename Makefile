@@ -1,17 +1,20 @@
 # `make demo` and `make test` work on a fresh checkout. They need make and Python 3.11 or newer, called python3; give
 # another with PYTHON=python3.12. Everything is installed into .venv, from constraints.txt.
 PYTHON ?= python3
+VERL_PYTHON ?= python3.11
 JOBS ?= 2
 BIN := .venv/bin
+VERL := .venv-verl
+TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
 # One thread a process: test workers and stages run side by side, and more threads only slow each other down.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: venv demo test check recipe bench clean
+.PHONY: venv demo test check recipe bench verl-env test-verl clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
-	@sed -n 's/^\([a-z]*\):.*##/\1\t/p' Makefile | expand -t 10
+	@sed -n 's/^\([a-z-]*\):.*##/\1\t/p' Makefile | expand -t 10
 
 venv: .venv/.installed  ## set up .venv, or bring it up to date
 
@@ -40,8 +43,33 @@ check: venv  ## format, lint, types, layers, sizes
 recipe: venv  ## does the recipe learn what it should? the whole of it over seeds 0, 1, 2
 	$(BIN)/python -m pytest -m recipe
 
+# verl's trainers and vLLM live in an environment of their own: they pin versions that opdctl does not want. This one is
+# for a machine without a GPU; on GPUs see runbooks/verl.md.
+verl-env: $(VERL)/.installed  ## verl and vLLM's CPU build in .venv-verl: x86-64 Linux, Python 3.11, 4 GB
+
+$(VERL)/.installed: requirements-verl.txt
+	@command -v $(VERL_PYTHON) > /dev/null || { \
+	  echo "$(VERL_PYTHON) is not installed; name a Python 3.11 with VERL_PYTHON=..." >&2; exit 1; }
+	@test "$$($(VERL_PYTHON) -c 'import sys, platform; print(*sys.version_info[:2], sys.platform, platform.machine())')" \
+	  = "3 11 linux x86_64" || { echo "verl-env: the versions are for Python 3.11 on x86-64 Linux" >&2; exit 1; }
+	@test -x $(VERL)/bin/python || $(VERL_PYTHON) -m venv $(VERL)
+	@torch="$$(grep '^torch==' requirements-verl.txt)"; pip="$(VERL)/bin/python -m pip install --quiet --no-deps"; \
+	  $$pip "$$torch" 2> /dev/null || $$pip --extra-index-url $(TORCH_CPU_INDEX) "$$torch"
+	$(VERL)/bin/python -m pip install --quiet --no-deps --requirement requirements-verl.txt
+	@touch $@
+
+# Needs .venv-verl; without it, it says so and passes. The two lines use the same environment from outside and from inside.
+test-verl: venv  ## the tests that run real verl and vLLM: minutes
+	@if test -e $(VERL)/.installed; then $(MAKE) --no-print-directory really-test-verl; else \
+	  echo "test-verl: SKIPPED, nothing of verl and vLLM is tested: there is no $(VERL) (make verl-env)" >&2; fi
+
+.PHONY: really-test-verl
+really-test-verl:
+	$(VERL)/bin/python -m pytest -c tests/verl_env/pytest.ini tests/verl_env
+	OPDCTL_VERL_PYTHON=$(CURDIR)/$(VERL)/bin/python $(BIN)/python -m pytest --durations=10 --durations-min=5 -m verl
+
 bench: venv  ## measurements: speed and memory, see benchmarks/
 	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script; done
 
-clean:  ## remove .venv and caches; runs/ and the MLflow store stay
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis dist build
+clean:  ## remove .venv, .venv-verl and caches; runs/ and the MLflow store stay
+	rm -rf .venv .venv-verl .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis dist build
