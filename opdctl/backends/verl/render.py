@@ -12,7 +12,6 @@ from opdctl.backends.verl.render_engine import on_cpu
 from opdctl.backends.verl.render_opd import opd, teacher_pool
 from opdctl.backends.verl.render_rl import rlvr
 from opdctl.backends.verl.render_sft import sft
-from opdctl.errors import ConfigError
 from opdctl.settings import Resources
 
 _KINDS = {"sft": sft, "rlvr": rlvr, "opd": opd}
@@ -51,10 +50,7 @@ def overrides(spec: StageSpec) -> Overrides:
         "the stage's folder",
         {"hydra.run.dir": str(layout(spec).log.parent), "hydra.output_subdir": None, "hydra/job_logging": "stdout"},
     )
-    try:
-        rendered.add_raw(spec.verl)
-    except ConfigError as error:
-        raise ConfigError([f"stages.{spec.stage}.{line}" for line in error.problems]) from error
+    rendered.add_raw(spec.verl)
     return rendered
 
 

@@ -7,16 +7,11 @@ from typing import Any
 from opdctl.backends.contract import InputSpec, StageSpec
 from opdctl.backends.verl.layout import layout
 from opdctl.backends.verl.overrides import Overrides
+from opdctl.backends.verl.templates import VERBATIM
 from opdctl.settings import Optimizer, Resources, Train
 
 SAVED = ["model", "optimizer", "extra"]  # what verl resumes from; besides it writes weights in Hugging Face format
 _SHORT = {"float32": "fp32", "bfloat16": "bf16"}
-
-# Contents as they are, and EOS after an answer: what `engine.rows.Renderer` makes of a task with template: raw.
-RAW_TEMPLATE = (
-    "{% for message in messages %}{{ message.content }}"
-    "{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
-)
 
 
 def on_cpu(spec: StageSpec) -> bool:
@@ -33,17 +28,11 @@ def model_path(spec: StageSpec, given: InputSpec) -> str:
     return given.path or str(layout(spec).new_model)
 
 
-def is_raw(spec: StageSpec) -> bool:
-    """Do the stage's prompts bypass the chat template?"""
-    return all(spec.tasks[name].get("template", "raw") == "raw" for name in spec.config["data"]["tasks"])
-
-
 def model(overrides: Overrides, spec: StageSpec, at: str, given: InputSpec) -> None:
     """`at`: verl's prefix, as `model`."""
     cpu = on_cpu(spec)
-    template = {f"{at}.custom_chat_template": RAW_TEMPLATE if is_raw(spec) else None}
     overrides.own(f"inputs.{given.role}", {f"{at}.path": model_path(spec, given), f"{at}.tokenizer_path": None})
-    overrides.own("tasks.*.template", template)
+    overrides.own("tasks.*.template", {f"{at}.custom_chat_template": VERBATIM})
     overrides.own("workers.verl.device", {f"{at}.use_remove_padding": not cpu})  # needs flash attention
     overrides.choose(
         {

@@ -291,7 +291,8 @@ def _trainer(overrides: Overrides, spec: StageSpec, settings: RlvrSettings | Opd
         {"trainer.total_training_steps": train.max_steps // per_step, "trainer.total_epochs": 1},
     )
     overrides.own("config.train.save_every", {"trainer.save_freq": train.save_every // per_step})
-    overrides.own("resources.verl.keep_last", {"trainer.max_actor_ckpt_to_keep": verl.keep_last})
+    # opdctl deletes old saves: verl would do it before the new one is whole
+    overrides.own("resources.verl.keep_last", {"trainer.max_actor_ckpt_to_keep": None})
     overrides.own(
         "the stage's folder",
         {

@@ -4,7 +4,7 @@ from opdctl.backends.contract import StageSpec
 from opdctl.backends.verl import render_engine
 from opdctl.backends.verl.layout import layout
 from opdctl.backends.verl.overrides import Overrides
-from opdctl.backends.verl.render_engine import is_raw, verl_seed
+from opdctl.backends.verl.render_engine import verl_seed
 from opdctl.settings import Resources, SftSettings
 
 
@@ -52,7 +52,7 @@ def _data(overrides: Overrides, spec: StageSpec, settings: SftSettings, resource
         "tasks.*.template",
         {
             # prompt and answer are tokenized apart, as by the embedded backend; verl would compare with both in one
-            "data.ignore_input_ids_mismatch": is_raw(spec),
+            "data.ignore_input_ids_mismatch": True,
             # verl's YAML says `none`, which YAML reads as a string, and verl as true
             "data.enable_thinking_default": None,
         },
@@ -69,7 +69,8 @@ def _trainer(overrides: Overrides, spec: StageSpec, settings: SftSettings, resou
         "config.train.max_steps", {"trainer.total_training_steps": train.max_steps, "trainer.total_epochs": 1}
     )
     overrides.own("config.train.save_every", {"trainer.save_freq": train.save_every})
-    overrides.own("resources.verl.keep_last", {"trainer.max_ckpt_to_keep": verl.keep_last})
+    # opdctl deletes old saves: verl would do it before the new one is whole
+    overrides.own("resources.verl.keep_last", {"trainer.max_ckpt_to_keep": None})
     overrides.own("seed", {"trainer.seed": verl_seed(spec)})
     overrides.own(
         "the stage's folder",
