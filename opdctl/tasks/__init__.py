@@ -5,7 +5,7 @@ position of a stage is one integer and a resumed stage sees the same rows.
 """
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -81,3 +81,14 @@ def load_task(
     from opdctl.tasks.files import FileRows
 
     return FileRows(name, settings, efforts, workspace)
+
+
+def load_verifier(
+    name: str, settings: ChainTask | FileTask, efforts: EffortSettings | None, workspace: Path
+) -> Callable[[Prompt, str], Verdict]:
+    """`verify` of the task called `name`; the rows of a file are not read."""
+    if isinstance(settings, FileTask):
+        from opdctl.tasks.files import row_verifier
+
+        return row_verifier(name, settings, workspace)
+    return load_task(name, settings, efforts, workspace).verify

@@ -234,6 +234,20 @@ class _Naming:
             ) from error
 
 
+def row_verifier(name: str, settings: FileTask, workspace: Path | None = None) -> Callable[[Prompt, str], Verdict]:
+    """`FileRows.verify` of a task, without reading its file."""
+    verifier = resolve(settings.verifier, f"tasks.{name}.verifier", workspace or Path.cwd())
+
+    def verify(prompt: Prompt, completion: str) -> Verdict:
+        row: Row = prompt.answer
+        if settings.verifier in BUILTIN:
+            return verifier(completion, row.answer)
+        with _Naming(name, settings.verifier, row):
+            return verifier(completion, row.answer)
+
+    return verify
+
+
 class FileRows:
     """The task of one file. `Prompt.answer` is its Row. Relative paths and own verifiers start at the workspace."""
 
@@ -243,7 +257,7 @@ class FileRows:
         self.name, self.settings, self.efforts = name, settings, efforts
         self._folder = workspace or Path.cwd()
         self._check_settings()
-        self._verifier = resolve(settings.verifier, f"tasks.{name}.verifier", self._folder)
+        self._verify = row_verifier(name, settings, workspace)
         self._rows = self._load()
         self._groups = first_group(name)
         self._order = lru_cache(maxsize=2)(self._shuffled)
@@ -346,11 +360,7 @@ class FileRows:
         return levels[effort]
 
     def verify(self, prompt: Prompt, completion: str) -> Verdict:
-        row: Row = prompt.answer
-        if self.settings.verifier in BUILTIN:
-            return self._verifier(completion, row.answer)
-        with _Naming(self.name, self.settings.verifier, row):
-            return self._verifier(completion, row.answer)
+        return self._verify(prompt, completion)
 
     def reference(self, prompt: Prompt) -> str | None:
         """The answer where the verifier compares with it, else the row's completion, if the file has one."""

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from opdctl.backends.contract import Control, StageSpec
+from opdctl.backends.verl.judge import pack
 from opdctl.backends.verl.layout import ROUTE, Layout, layout, teacher_key
+from opdctl.backends.verl.render_rl import updates
 from opdctl.engine.checkpoint import Tokenizer, encode, load_vocabulary
 from opdctl.engine.loop import open_tasks, role
 from opdctl.engine.rows import Mixer, Renderer, Row, stream_seed
@@ -23,7 +25,6 @@ from opdctl.engine.tokenizer import word_tokenizer
 from opdctl.errors import StageRefused
 from opdctl.records import read_json, write_json
 from opdctl.settings import NewModel, OpdSettings, RlvrSettings, SftSettings
-from opdctl.tasks import Prompt
 
 FORMAT = 1  # raise it when the same stage gets other rows or columns: data of an older one is written again
 _GROUP_ROWS = 4096  # of a row group, the part of a file that is in memory
@@ -131,11 +132,6 @@ def _prompts(spec: StageSpec, student: _Student, control: Control) -> Iterator[l
         yield [records[number] for number in order]
 
 
-def updates(settings: RlvrSettings | OpdSettings) -> int:
-    """Optimizer steps of one rollout batch, which verl counts as one step."""
-    return settings.rollout.prompts * settings.rollout.group_size // settings.train.global_batch_size
-
-
 def rollout_batches(settings: RlvrSettings | OpdSettings) -> int:
     """Rollout batches that a stage may ask for."""
     steps = -(-settings.train.max_steps // updates(settings))
@@ -162,16 +158,9 @@ def _record(row: Row, renderer: Renderer, budget: float | None) -> _Record:
     return {
         "data_source": row.task,
         "prompt": [{"role": "user", "content": renderer.text(row.prompt)}],
-        "reward_model": {"style": "rule", "ground_truth": prompt_json(row.prompt)},
+        "reward_model": {"style": "rule", "ground_truth": pack(row.prompt)},
         "extra_info": {"index": 0, "task": row.task, "budget": budget},
     }
-
-
-def prompt_json(prompt: Prompt) -> str:
-    """What a verifier is given, for `plugin.rewards.read_prompt`."""
-    return json.dumps(
-        {"text": prompt.text, "answer": prompt.answer, "columns": dict(prompt.columns)}, default=asdict, sort_keys=True
-    )
 
 
 def eos_text(tokenizer: Tokenizer, eos_id: int) -> str:
@@ -244,6 +233,7 @@ def plugin_settings(spec: StageSpec) -> Mapping[str, Any]:
         "efforts": spec.efforts,
         "workspace": spec.workspace,
         "eos_ids": list(student.eos_ids),
+        "failure": str(layout(spec).failure),
     }
     if spec.kind == "rlvr":
         settings = RlvrSettings.model_validate(spec.config)

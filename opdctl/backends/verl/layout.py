@@ -23,6 +23,7 @@ class Layout:
     checkpoints: Path  # verl's `trainer.default_local_dir`
     log: Path  # verl's JSONL, which every start of verl empties: a new one for each attempt
     new_model: Path  # folder for an input without one: `StageSpec.new_model`, made before verl starts
+    failure: Path  # JSON {message, hint}: written by the plug-in, it ends the stage
 
 
 def layout(spec: StageSpec) -> Layout:
@@ -36,4 +37,5 @@ def layout(spec: StageSpec) -> Layout:
         state / "checkpoints",
         attempt / "verl.jsonl",
         state / "data" / "new_model",
+        state / "data" / "failure.json",
     )

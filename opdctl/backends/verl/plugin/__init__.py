@@ -7,6 +7,7 @@ Nothing of verl is imported for it: each part waits until verl has imported what
 import os
 from types import ModuleType
 
+from opdctl.backends.verl.plugin import metrics, reading
 from opdctl.backends.verl.plugin.imports import when_imported
 
 
@@ -32,6 +33,8 @@ when_imported("verl.trainer.distillation.losses", _add_losses)
 when_imported("verl.trainer.distillation.fsdp.losses", _add_topk_loss)
 when_imported("verl.trainer.ppo.core_algos", _add_advantages)
 
+metrics.install()
+reading.install()
 if os.environ.get("VERL_PLATFORM") == "cpu":
     from opdctl.backends.verl.plugin import cpu
 

@@ -4,8 +4,6 @@ verl finds the class by `reward.reward_manager`; each reward worker has one.
 """
 
 import asyncio
-import json
-import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +14,7 @@ from verl import DataProto
 from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 
 from opdctl.backends.verl.judge import Judge
-from opdctl.backends.verl.layout import SETTINGS_VARIABLE, failure_file
+from opdctl.backends.verl.plugin.told import told
 from opdctl.engine.advantages import annealed_tau, over_budget, soft_overlong_penalty
 from opdctl.engine.rows import Renderer
 from opdctl.errors import OpdctlError
@@ -30,8 +28,8 @@ class OpdctlRewardManager(RewardManagerBase):  # type: ignore[misc]  # verl carr
 
     def __init__(self, config: Any, tokenizer: Any, compute_score: Any, **router: Any) -> None:
         super().__init__(config, tokenizer, compute_score)
-        self.settings_file = Path(os.environ[SETTINGS_VARIABLE])
-        given = json.loads(self.settings_file.read_text())
+        given = told()
+        self.failure = Path(given["failure"])
         self.renderer = Renderer(tokenizer, given["eos_ids"])
         self.earned = Earned(given["reward"])
         self.judge = Judge(given["tasks"], given["efforts"], given["workspace"])
@@ -54,7 +52,7 @@ class OpdctlRewardManager(RewardManagerBase):  # type: ignore[misc]  # verl carr
         try:
             verdict = await loop.run_in_executor(self._one_at_a_time, self.judge.verify, task, prompt, text)
         except OpdctlError as error:
-            write_json(failure_file(self.settings_file), {"message": str(error), "hint": error.hint})
+            write_json(self.failure, {"message": str(error), "hint": error.hint})
             raise
         finished = bool(tokens) and tokens[-1] in self.renderer.eos_ids
         # the row tells its budget, verl the step (from 1) for which the row was dealt
@@ -86,4 +84,4 @@ class Earned:
             over = over_budget(length, tau, budget)
             reward = -1.0 if over else reward  # the budget overrides correctness (Kimi K3)
             told |= {"tau": tau, "budget": budget, "over_budget": float(over)}
-        return {"reward_score": reward, "reward_extra_info": told | {"reward": reward}}
+        return {"reward_score": reward, "reward_extra_info": told | {"earned": reward}}
