@@ -14,6 +14,7 @@ for stray in ("MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_ID", "M
 import pytest  # noqa: E402 -- after the environment
 from hypothesis import settings  # noqa: E402
 
+collect_ignore = ["verl_env"]  # run by verl's interpreter: `make test-verl`
 LOOPBACK = ("127.", "::1", "localhost")
 
 settings.register_profile("repeatable", deadline=None, derandomize=True, print_blob=True)
