@@ -1,4 +1,7 @@
-"""What a backend cannot do, as sentences that say which one can: asked for every stage before launch."""
+"""What a backend cannot do, as sentences that say which one can: asked for every stage before launch.
+
+What is said of verl was read in its version 0.9.1, at the file that each comment names.
+"""
 
 from collections.abc import Iterator, Sequence
 
@@ -6,33 +9,219 @@ from opdctl.references import Input, Problem
 from opdctl.settings import (
     EvalStage,
     FullVocabOpd,
+    NewModel,
     OpdSettings,
     OpdStage,
     PipelineSettings,
+    RlvrSettings,
     RlvrStage,
+    SftSettings,
     SftStage,
+    TopKOpd,
 )
+from opdctl.workers import VerlResources, VerlWorkers
 
 AnyStage = SftStage | RlvrStage | OpdStage | EvalStage
+Trained = SftSettings | RlvrSettings | OpdSettings
 
 
 def missing(settings: AnyStage, inputs: Sequence[Input], pipeline: PipelineSettings) -> Iterator[Problem]:
     """Key and sentence of everything that the stage asks of its backend in vain."""
     match settings.backend:
         case "verl":
-            yield from _verl(settings)
+            yield from _verl(settings, inputs, pipeline)
         case "vllm" if not isinstance(settings, EvalStage):
             yield "backend", f"vllm generates only: kind {settings.kind} needs backend: embedded or verl"
     if settings.verl and settings.backend != "verl":
         yield "verl", f"raw overrides are for backend: verl, and this stage has backend: {settings.backend}"
 
 
-def _verl(settings: AnyStage) -> Iterator[Problem]:
+def _verl(settings: AnyStage, inputs: Sequence[Input], pipeline: PipelineSettings) -> Iterator[Problem]:
     if isinstance(settings, EvalStage):
         yield "backend", "verl trains only: kind eval needs backend: vllm or embedded"
-    if isinstance(settings.config, OpdSettings) and isinstance(settings.config.loss, FullVocabOpd):
+        return
+    config, resources = settings.config, settings.resources.verl
+    yield from _optimizer(config, resources)
+    yield from _parallel(config, resources)
+    yield from _machine(config, resources, pipeline.workers.verl)
+    yield from _lengths(config, resources, settings.resources.micro_batch_tokens, pipeline)
+    if isinstance(config, RlvrSettings):
+        yield from _rlvr(config, inputs)
+    if isinstance(config, OpdSettings):
+        yield from _opd(config, resources)
+
+
+def _optimizer(config: Trained, resources: VerlResources) -> Iterator[Problem]:
+    schedule = config.train.optimizer.schedule
+    # FSDPOptimizerConfig in workers/config/optimizer.py; McoreOptimizerConfig leaves the choice to Megatron
+    if resources.strategy == "fsdp2" and schedule in ("linear", "wsd"):
+        yield (
+            "config.train.optimizer.schedule",
+            f"{schedule}, and verl has constant and cosine with strategy: fsdp2; backend: embedded and "
+            "resources.verl.strategy: megatron have it",
+        )
+    # McoreEngineConfig in workers/config/engine.py
+    if resources.strategy == "megatron" and config.train.precision == "float32":
+        yield (
+            "config.train.precision",
+            "float32, and Megatron trains in bfloat16; strategy: fsdp2 and backend: embedded train in float32",
+        )
+
+
+# ----------------------------------------------------------------------------------------------------- parallelism
+
+
+def data_parallel(resources: VerlResources) -> int:
+    """Groups of GPUs that read batches of their own; not a whole number where the rest of the GPUs is left over."""
+    return resources.nodes * resources.gpus_per_node // _model_parallel(resources)
+
+
+def _model_parallel(resources: VerlResources) -> int:
+    if resources.strategy == "fsdp2":
+        return resources.sequence_parallel
+    return resources.sequence_parallel * resources.tensor_parallel * resources.pipeline_parallel
+
+
+def _parallel(config: Trained, resources: VerlResources) -> Iterator[Problem]:
+    world, group = resources.nodes * resources.gpus_per_node, _model_parallel(resources)
+    if resources.strategy == "fsdp2":
+        for key in ("tensor_parallel", "pipeline_parallel", "expert_parallel"):
+            if getattr(resources, key) > 1:
+                yield f"resources.verl.{key}", "strategy: fsdp2 does not split models so; strategy: megatron does"
+    if world % group:
+        yield (
+            "resources.verl.sequence_parallel" if resources.strategy == "fsdp2" else "resources.verl.tensor_parallel",
+            f"a model takes {group} GPUs (sequence_parallel x tensor_parallel x pipeline_parallel), which does not "
+            f"divide the {world} of the trainer (nodes x gpus_per_node)",
+        )
+    elif (world // resources.pipeline_parallel) % resources.expert_parallel:
+        yield (
+            "resources.verl.expert_parallel",
+            f"{resources.expert_parallel} does not divide the {world // resources.pipeline_parallel} GPUs of one stage "
+            "of the model's pipeline",
+        )
+    elif config.train.global_batch_size % data_parallel(resources):
+        # TrainingWorker.train_mini_batch in workers/engine_workers.py
+        yield (
+            "config.train.global_batch_size",
+            f"{config.train.global_batch_size}, and {data_parallel(resources)} data-parallel groups of GPUs cannot "
+            f"share it evenly (resources.verl: {world} GPUs, {group} a model)",
+        )
+    if not isinstance(config, SftSettings) and world % resources.rollout_tensor_parallel:
+        yield (
+            "resources.verl.rollout_tensor_parallel",
+            f"{resources.rollout_tensor_parallel} does not divide the {world} GPUs of the trainer, which the rollouts "
+            "share",
+        )
+
+
+def _machine(config: Trained, resources: VerlResources, workers: VerlWorkers) -> Iterator[Problem]:
+    if isinstance(config, SftSettings) and resources.nodes > 1:
+        yield "resources.verl.nodes", f"{resources.nodes}, and SFT runs on one node: opdctl starts it by torchrun"
+    elif resources.nodes > 1 and workers.ray_address is None:
+        yield (
+            "resources.verl.nodes",
+            f"{resources.nodes}, and a stage's own Ray has one: start Ray on all nodes, set workers.verl.ray_address",
+        )
+    if workers.device == "cpu":
+        if resources.strategy == "megatron":
+            yield "resources.verl.strategy", "megatron needs GPUs, and workers.verl.device is cpu: use fsdp2"
+        if resources.sequence_parallel > 1:
+            yield "resources.verl.sequence_parallel", "needs flash attention, and workers.verl.device is cpu: use 1"
+
+
+# --------------------------------------------------------------------------------------------------------- lengths
+
+
+def _lengths(
+    config: Trained, resources: VerlResources, micro_batch_tokens: int, pipeline: PipelineSettings
+) -> Iterator[Problem]:
+    """A sequence is never split over micro-batches, and no engine reads beyond a model's positions."""
+    if isinstance(config, SftSettings):
+        longest, what = config.max_tokens, "config.max_tokens"
+    else:
+        longest = config.rollout.max_prompt_tokens + config.rollout.max_completion_tokens
+        what = "max_prompt_tokens + max_completion_tokens"
+        # vllm/config/scheduler.py
+        if resources.max_num_seqs > resources.max_batched_tokens:
+            yield (
+                "resources.verl.max_num_seqs",
+                f"{resources.max_num_seqs} sequences cannot decode at once with resources.verl.max_batched_tokens "
+                f"{resources.max_batched_tokens}: vLLM refuses it",
+            )
+        # one token more for a teacher; workers/config/distillation.py and vllm_async_server.py
+        positions = pipeline.model.shape.max_position_embeddings if isinstance(pipeline.model, NewModel) else None
+        if positions is not None and longest + 1 > positions:
+            yield (
+                "config.rollout.max_completion_tokens",
+                f"{what} is {longest} and a served model needs one position more, but model.shape."
+                f"max_position_embeddings is {positions}",
+            )
+    # utils/seqlen_balancing.py
+    if longest > micro_batch_tokens * resources.sequence_parallel:
+        yield (
+            "resources.micro_batch_tokens",
+            f"{micro_batch_tokens} x sequence_parallel {resources.sequence_parallel} does not hold the longest "
+            f"sequence ({what} = {longest}), which verl never splits",
+        )
+
+
+# ----------------------------------------------------------------------------------------------------------- kinds
+
+
+def _groups(config: RlvrSettings | OpdSettings) -> Iterator[Problem]:
+    size, batch = config.rollout.group_size, config.train.global_batch_size
+    # actor.ppo_mini_batch_size; PPOTrainer._update_actor in trainer/ppo/v1/trainer_base.py
+    if batch % size:
+        yield (
+            "config.train.global_batch_size",
+            f"{batch} is no multiple of rollout.group_size {size}: verl counts its mini-batches in prompts; backend: "
+            "embedded counts sequences",
+        )
+
+
+def _rlvr(config: RlvrSettings, inputs: Sequence[Input]) -> Iterator[Problem]:
+    yield from _groups(config)
+    # ReplayBuffer in trainer/ppo/v1/replay_buffer.py replaces such groups until the batch is full, however long
+    if config.dynamic_sampling is not None:
+        yield (
+            "config.dynamic_sampling",
+            "verl knows no limit of rounds (it ignores filter_groups.max_num_gen_batches): backend: embedded has it",
+        )
+    if config.overlong.handling == "mask":
+        yield (
+            "config.overlong.handling",
+            "mask: verl cannot leave a completion out of the loss; backend: embedded can, or take soft_penalty",
+        )
+    # ActorRolloutRefWorker.init_model in workers/engine_workers.py makes both from one path
+    by_role = {given.role: given for given in inputs}
+    if config.kl.estimator != "none" and {"init", "reference"} <= by_role.keys():
+        init, reference = by_role["init"], by_role["reference"]
+        if init.ref != reference.ref:
+            yield (
+                "inputs.reference",
+                f"{reference.ref}, and verl's reference is the model that training starts from, {init.ref}; backend: "
+                "embedded takes any",
+            )
+
+
+def _opd(config: OpdSettings, resources: VerlResources) -> Iterator[Problem]:
+    yield from _groups(config)
+    if isinstance(config.loss, FullVocabOpd):
         yield (
             "config.loss.form",
             "full_vocab needs all of a teacher's logits, and verl's served teachers give their top k: "
             "backend: embedded computes it, or take form: topk",
+        )
+    if isinstance(config.loss, TopKOpd) and resources.strategy == "megatron":
+        yield (
+            "resources.verl.strategy",
+            "megatron splits the vocabulary over GPUs, and form: topk needs whole rows of logits: take fsdp2",
+        )
+    # the engines divide all logits of a stage by it; the teacher's stay at 1 (experimental/teacher_loop)
+    if config.rollout.temperature != 1.0:
+        yield (
+            "config.rollout.temperature",
+            f"{config.rollout.temperature}, and verl would compare the student at this temperature with the teacher at "
+            "1; backend: embedded samples at one temperature and compares at 1",
         )

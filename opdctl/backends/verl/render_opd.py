@@ -59,18 +59,17 @@ def teacher_pool(teachers: int, resources: Resources, *, alone: bool) -> tuple[i
 
 
 def _loss(overrides: Overrides, settings: OpdSettings) -> None:
+    """The plug-in's losses are whole: it clips and weighs them, and verl only takes their mean."""
     form = settings.loss
-    policy_gradient = isinstance(form, PolicyGradientOpd)
     overrides.own(
         "config.loss",
         {
             f"{_LOSS}.loss_mode": LOSSES[form.form],
-            f"{_LOSS}.use_policy_gradient": policy_gradient,
+            f"{_LOSS}.use_policy_gradient": False,
             f"{_LOSS}.policy_loss_mode": "vanilla",
             f"{_LOSS}.topk": form.k if isinstance(form, TopKOpd) else None,
             f"{_LOSS}.use_task_rewards": False,
             f"{_LOSS}.distillation_loss_coef": 1.0,
-            # the plug-in clips the log-ratio, before a teacher's weight multiplies it
             f"{_LOSS}.loss_max_clamp": None,
             f"{_LOSS}.log_prob_min_clamp": None,
             f"+{_LOSS}.use_chunked_topk": False,
