@@ -24,7 +24,7 @@ from opdctl.engine.teachers import Router, check_vocabularies
 from opdctl.engine.tokenizer import word_tokenizer
 from opdctl.errors import StageRefused
 from opdctl.records import read_json, write_json
-from opdctl.settings import NewModel, OpdSettings, RlvrSettings, SftSettings
+from opdctl.settings import NewModel, OpdSettings, RlvrSettings, SftSettings, Train
 
 FORMAT = 1  # raise it when the same stage gets other rows or columns: data of an older one is written again
 _GROUP_ROWS = 4096  # of a row group, the part of a file that is in memory
@@ -234,6 +234,7 @@ def plugin_settings(spec: StageSpec) -> Mapping[str, Any]:
         "workspace": spec.workspace,
         "eos_ids": list(student.eos_ids),
         "failure": str(layout(spec).failure),
+        "schedule": _schedule(spec),
     }
     if spec.kind == "rlvr":
         settings = RlvrSettings.model_validate(spec.config)
@@ -248,6 +249,17 @@ def plugin_settings(spec: StageSpec) -> Mapping[str, Any]:
     if spec.kind == "opd":
         found |= _opd_settings(spec)
     return found
+
+
+def _schedule(spec: StageSpec) -> dict[str, Any]:
+    """For `plugin.schedule`."""
+    rollout, train = spec.config.get("rollout"), Train.model_validate(spec.config["train"])
+    batch = rollout["prompts"] * rollout["group_size"] if rollout else train.global_batch_size
+    return {
+        "optimizer": train.optimizer.model_dump(mode="json"),
+        "max_steps": train.max_steps,
+        "updates": batch // train.global_batch_size,
+    }
 
 
 def _opd_settings(spec: StageSpec) -> dict[str, Any]:

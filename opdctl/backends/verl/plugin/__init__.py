@@ -29,6 +29,13 @@ def _add_advantages(_: ModuleType) -> None:
     advantages.register()
 
 
+def _add_schedule(module: ModuleType) -> None:
+    from opdctl.backends.verl.plugin import schedule
+
+    schedule.take_over(module)
+
+
+when_imported("verl.workers.engine.fsdp.transformer_impl", _add_schedule)
 when_imported("verl.trainer.distillation.losses", _add_losses)
 when_imported("verl.trainer.distillation.fsdp.losses", _add_topk_loss)
 when_imported("verl.trainer.ppo.core_algos", _add_advantages)
