@@ -1,0 +1,294 @@
+"""Our side of vLLM: a process for each model that is asked, questions by file, completions line by line."""
+
+import json
+import math
+import os
+import queue
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+from opdctl.backends.contract import Control, InputSpec, StageSpec, Stopped
+from opdctl.backends.vllm import read_config
+from opdctl.engine.checkpoint import load_vocabulary, new_policy, save_policy
+from opdctl.engine.eval import Candidate
+from opdctl.engine.rows import Renderer, stream_seed
+from opdctl.engine.sampling import Completions
+from opdctl.errors import StageFailed, StageRefused
+from opdctl.processes import Tree, guarded
+from opdctl.settings import EvalSettings, NewModel
+from opdctl.workers import VllmResources
+
+PROGRAM = Path(__file__).with_name("worker.py")
+CPU_KV_CACHE = (
+    1 << 30
+)  # bytes; touched as it is used. VLLM_CPU_KVCACHE_SPACE (GiB) in the user's environment goes first
+POLL_S = 0.2  # between two looks at a request to stop
+TELL_S = 1.0  # between two events
+DUMP_S = 2.0  # that a hung process gets to print its stacks
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in the process itself: one import less, and nothing to orphan
+}
+CPU_ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # stages side by side would be bound to the same cores
+
+
+class Offline:
+    """Opens the models of a stage, one at a time."""
+
+    def __init__(self, spec: StageSpec, control: Control) -> None:
+        self.spec, self.control = spec, control
+        self.rollout = EvalSettings.model_validate(spec.config).rollout
+        self.attempt = Path(spec.events).parent
+
+    @contextmanager
+    def open(self, given: InputSpec) -> Iterator[Candidate]:
+        """vLLM with a model loaded; its processes and files are gone at the end. Raises what `Process` does."""
+        with guarded(self.attempt) as tree:
+            folder = given.path or self._made(tree.temp / "model")
+            tokenizer, eos_ids, vocab_size = load_vocabulary(folder)
+            arguments = self._arguments(folder)
+            process = Process(self.spec, self.control, tree, given.label, arguments)
+            engine = Engine(process, eos_ids, vocab_size, arguments["max_model_len"], self._progress(given))
+            try:
+                process.reply("vllm")  # the model is loaded
+                yield Candidate(engine.generate, Renderer(tokenizer, eos_ids), batch=None)
+            finally:
+                process.kill()
+
+    def _made(self, folder: Path) -> str:
+        """A new model, where the input names none."""
+        policy, tokenizer = new_policy(NewModel.model_validate(self.spec.new_model), self.spec.seed)
+        save_policy(policy, tokenizer, folder, dtype=policy.head().dtype)
+        return str(folder)
+
+    def _arguments(self, folder: str) -> dict[str, Any]:
+        """vLLM's EngineArgs."""
+        config = read_config(folder) or {}
+        resources = VllmResources.model_validate(self.spec.resources["vllm"])
+        wanted = self.rollout.max_prompt_tokens + self.rollout.max_completion_tokens
+        arguments = {
+            "model": folder,
+            "skip_tokenizer_init": True,
+            "load_format": "safetensors",  # never a pickle
+            "generation_config": "vllm",  # nothing but what a request says
+            # "auto" would make a float32 checkpoint one of 16 bits
+            "dtype": config.get("dtype") or config.get("torch_dtype") or "float32",
+            "max_model_len": min(wanted, config.get("max_position_embeddings") or wanted),
+            "max_num_seqs": resources.max_num_seqs,
+            "seed": 0,  # every request has its own
+            "logprobs_mode": "processed_logprobs",  # of the distribution that is drawn from
+            "disable_log_stats": True,
+        }
+        if self.spec.workers["device"] == "cpu":
+            return arguments | {"enforce_eager": True, "kv_cache_memory_bytes": CPU_KV_CACHE}
+        return arguments | {
+            "tensor_parallel_size": resources.tensor_parallel,
+            "gpu_memory_utilization": resources.memory,
+        }
+
+    def _progress(self, given: InputSpec) -> "Progress":
+        models = [model.label for model in self.spec.inputs if model.role != "budget"]
+        # step 0 of a budget model: it comes first
+        return Progress(
+            self.control, given.label, models.index(given.label) if given.label in models else 0, len(models)
+        )
+
+
+class Progress:
+    """Tells how many of a model's completions there are. The step stays the number of models scored."""
+
+    def __init__(self, control: Control, label: str, scored: int, models: int) -> None:
+        self.control, self.label, self.scored, self.models = control, label, scored, models
+        self.told = time.monotonic()
+
+    def tell(self, done: int, wanted: int) -> None:
+        if time.monotonic() - self.told > TELL_S:
+            self.told = time.monotonic()
+            self.control.emit(self.scored, self.models, {}, phase=f"{self.label} {done}/{wanted}")
+
+
+class Process:
+    """vLLM's side, see worker.py. Its stderr goes to `log`.
+
+    Raises Stopped when asked to stop, and StageFailed where it ends, says what was not asked for, or says nothing for
+    `stall_timeout_s`.
+    """
+
+    def __init__(self, spec: StageSpec, control: Control, tree: Tree, label: str, arguments: Mapping[str, Any]) -> None:
+        self.control, self.label, self.log, self.temp = control, label, tree.attempt / "log.txt", tree.temp
+        self.stall_timeout_s = float(spec.workers["stall_timeout_s"])
+        cpu = spec.workers["device"] == "cpu"
+        with open(self.log, "ab") as stderr:
+            self.process = subprocess.Popen(
+                [str(spec.workers["python"]), "-P", str(PROGRAM), json.dumps(arguments)],
+                env={**os.environ, **ENVIRONMENT, **(CPU_ENVIRONMENT if cpu else {}), **tree.environment},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+            )
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self._requests: IO[str] = self.process.stdin
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        threading.Thread(target=self._read, args=(self.process.stdout,), daemon=True).start()
+
+    def _read(self, replies: IO[str]) -> None:
+        for line in replies:
+            self._lines.put(line)
+        self._lines.put(None)
+
+    def request(self, content: Mapping[str, Any]) -> None:
+        path = self.temp / "request.json"  # by file: a process that does not read would block a writer
+        path.write_text(json.dumps(content))
+        try:
+            self._requests.write(f"{path}\n")
+            self._requests.flush()
+        except BrokenPipeError:
+            self._ended()
+
+    def reply(self, *keys: str) -> dict[str, Any]:
+        """The next one, which has to have one of these keys."""
+        heard = time.monotonic()
+        while True:
+            if self.control.stop_requested():
+                raise Stopped
+            try:
+                line = self._lines.get(timeout=POLL_S)
+            except queue.Empty:
+                if time.monotonic() - heard > self.stall_timeout_s:
+                    self._hung()
+                continue
+            heard = time.monotonic()
+            if line is None:
+                self._ended()
+            reply = _json(line)
+            if "error" in reply:
+                raise StageFailed(f"vLLM failed with {self.label}: {reply['error']}", hint=self._hint())
+            if "alive" in reply:
+                continue
+            if not any(key in reply for key in keys):
+                self.wrong(f"{line[:200]!r} instead of {' or '.join(keys)}")
+            return reply
+
+    def wrong(self, what: str) -> NoReturn:
+        raise StageFailed(f"vLLM's process for {self.label} answered {what}", hint=self._hint())
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._requests.close()
+
+    def _ended(self) -> NoReturn:
+        code = self.process.wait()
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        raise StageFailed(f"vLLM's process for {self.label} {how}", hint=self._hint())
+
+    def _hung(self) -> NoReturn:
+        self.process.send_signal(signal.SIGUSR1)
+        time.sleep(DUMP_S)
+        raise StageFailed(
+            f"vLLM's process for {self.label} gave no sign of life for workers.vllm.stall_timeout_s = "
+            f"{self.stall_timeout_s:g} seconds, and was ended",
+            hint=self._hint("where it hangs"),
+        )
+
+    def _hint(self, what: str = "why") -> str:
+        return f"the log tells {what}: {self.log}"
+
+
+class Engine:
+    """Generation by a vLLM process."""
+
+    def __init__(
+        self, process: Process, eos_ids: Sequence[int], vocab_size: int, max_model_len: int, progress: Progress
+    ) -> None:
+        self.process, self.eos_ids, self.vocab_size = process, eos_ids, vocab_size
+        self.max_model_len, self.progress = max_model_len, progress
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        group_size: int,
+        max_completion_tokens: int,
+        temperature: float,
+        top_p: float,
+        top_k: int,
+        seed: int,
+        keys: Sequence[int],
+    ) -> Completions:
+        """As `engine.sampling.Generate` says.
+
+        Raises StageRefused for prompts that leave no room for a completion, and what `Process` does.
+        """
+        longest = max(map(len, prompts)) + max_completion_tokens
+        if longest > self.max_model_len:
+            raise StageRefused(
+                f"a prompt and its completion may have {longest} tokens, and {self.process.label} has "
+                f"max_position_embeddings {self.max_model_len}",
+                hint="lower config.rollout.max_completion_tokens or max_prompt_tokens, or use a model with more",
+            )
+        import torch
+
+        request = {
+            "prompts": [list(prompt) for prompt in prompts],
+            "seeds": [[stream_seed(seed, key, sample) for sample in range(group_size)] for key in keys],
+            "sampling": {
+                "max_tokens": max_completion_tokens,
+                "temperature": temperature,
+                "top_p": top_p,
+                "top_k": top_k,
+                "stop_token_ids": list(self.eos_ids),
+                "ignore_eos": True,  # but for those
+            },
+        }
+        self.process.request(request)
+        drawn = self._collect(len(prompts), group_size, max_completion_tokens)
+        return Completions(
+            [tokens for tokens, _ in drawn],
+            [tokens[-1] in self.eos_ids for tokens, _ in drawn],
+            torch.tensor([logprob for _, logprobs in drawn for logprob in logprobs], dtype=torch.float32),
+        )
+
+    def _collect(self, prompts: int, group_size: int, most: int) -> list[tuple[list[int], list[float]]]:
+        """Tokens and their log-probabilities, prompt-major, of every completion that was asked for."""
+        found: dict[tuple[int, int], tuple[list[int], list[float]]] = {}
+        wanted = [(p, s) for p in range(prompts) for s in range(group_size)]
+        while "done" not in (reply := self.process.reply("index", "done")):
+            try:
+                index, tokens, logprobs = tuple(reply["index"]), reply["token_ids"], reply["logprobs"]
+                stopped = tokens[-1] in self.eos_ids
+                sound = (
+                    index not in found
+                    and len(tokens) == len(logprobs) <= most
+                    and all(type(token) is int and 0 <= token < self.vocab_size for token in tokens)
+                    and all(-math.inf < logprob <= 0 for logprob in logprobs)
+                    and (stopped or len(tokens) == most)
+                    and not any(token in self.eos_ids for token in tokens[:-1])
+                )
+            except (KeyError, TypeError, IndexError):
+                sound = False
+            if not sound:
+                self.process.wrong(f"with a completion that cannot be: {str(reply)[:200]}")
+            found[index] = tokens, logprobs
+            self.progress.tell(len(found), len(wanted))
+        if found.keys() != set(wanted):
+            self.process.wrong(f"with {len(found)} completions instead of {len(wanted)}")
+        return [found[index] for index in wanted]
+
+
+def _json(line: str) -> dict[str, Any]:
+    try:
+        reply = json.loads(line)
+    except ValueError:
+        return {}
+    return reply if isinstance(reply, dict) else {}
