@@ -21,6 +21,7 @@ from opdctl.backends.verl.render import Command
 from opdctl.backends.verl.watch import Liveness, dump_stacks
 from opdctl.errors import StageFailed, StageRefused
 from opdctl.processes import Tree
+from opdctl.records import read_json
 
 POLL_S = 0.5  # between two looks at the trainer
 HEAD_S = 20.0  # that a trainer gets to end once Ray has lost its head; it takes the head down first when all is well
@@ -53,6 +54,7 @@ def run(spec: StageSpec, control: Control) -> StageResult:
         if not student.path:
             checkpoints.make_new_model(spec)
         data.write(spec, control)
+        layout(spec).failure.unlink(missing_ok=True)
         metrics = _train(spec, control, saves, target, Command(environment, command.argv))
     checkpoints.publish(spec, saves.engine(target), _folder(spec, student), environment)
     ours = {name: value for name, value in metrics.items() if not name.startswith(progress.THEIRS)}
@@ -140,6 +142,7 @@ class _Run:
             running = self.process.poll() is None
             self._read()
             self._note_save()
+            self._check_failure()
             if not running:
                 return
             if self.control.stop_requested() and self.saved < self.target:
@@ -192,6 +195,11 @@ class _Run:
         self.saved = latest
         self.saves.retain(self.spec.resources["verl"]["keep_last"])
         self._alive.happened()
+
+    def _check_failure(self) -> None:
+        """Of a verifier or a teacher: verl would go on without the completions concerned."""
+        if (told := read_json(layout(self.spec).failure, "message", "hint")) is not None:
+            raise StageFailed(told["message"], hint=told["hint"])
 
     def _check_alive(self) -> None:
         limit = self.spec.workers["stall_timeout_s"]

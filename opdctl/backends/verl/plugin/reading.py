@@ -9,6 +9,7 @@ from opdctl.backends.verl.plugin.imports import when_imported
 def install() -> None:
     """Takes effect in the processes of verl that read rows."""
     when_imported("torch.utils.data", _keep_the_order)
+    when_imported("verl.utils.dataset.multiturn_sft_dataset", _keep_turns_apart)
     when_imported("verl.utils.tokenizer.continuous_token_wiring", _add_no_tokens)
 
 
@@ -20,6 +21,13 @@ def _keep_the_order(data: ModuleType) -> None:
             super().__init__(*args, shuffle=False, **options)
 
     data.DistributedSampler = InOrder  # type: ignore[attr-defined]  # as above
+
+
+def _keep_turns_apart(dataset: ModuleType) -> None:
+    """verl/utils/dataset/multiturn_sft_dataset.py reads prompt and answer apart, as the embedded engine does, and then
+    both as one text to compare: which a tokenizer of whole words cannot read, for no blank is between them.
+    """
+    dataset.MultiTurnSFTDataset.sanity_check = lambda self, *given, **named: None
 
 
 def _add_no_tokens(wiring: ModuleType) -> None:
