@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from opdctl.config import builtin_folder, load_pipeline
+from opdctl.config import load_pipeline
 from opdctl.errors import ConfigError
 from opdctl.settings import TopKOpd
 
@@ -245,12 +245,6 @@ def test_hydra_keys_of_a_file_do_nothing(files):
     load_pipeline(SMALL)
     assert not (files / "made").exists()
     assert Path.cwd() == files
-
-
-@pytest.mark.parametrize("path", sorted((builtin_folder() / "pipelines").glob("*.yaml")), ids=lambda path: path.stem)
-@pytest.mark.parametrize("scale", sorted(path.stem for path in (builtin_folder() / "conf" / "scale").glob("*.yaml")))
-def test_every_packaged_pipeline_is_valid_at_every_scale(workspace, path, scale):
-    assert load_pipeline(path.stem, [f"scale={scale}"]).source == f"packaged {path.stem}"
 
 
 def test_kimi_k3_is_nine_teachers_and_a_student_for_each_loss(workspace):

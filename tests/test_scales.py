@@ -1,0 +1,123 @@
+"""The packaged scales, models and pipelines fit together: without verl, a GPU or a network."""
+
+from pathlib import Path
+
+import pytest
+
+from opdctl.backends import embedded
+from opdctl.config import builtin_folder, load_pipeline
+from opdctl.errors import ConfigError
+from opdctl.launch import Launcher
+from opdctl.plan import make_plan
+from opdctl.settings import EvalStage, OpdStage, RlvrStage
+from opdctl.store import Workspace
+
+PIPELINES = sorted(path.stem for path in (builtin_folder() / "pipelines").glob("*.yaml"))
+SCALES = sorted(path.stem for path in (builtin_folder() / "conf" / "scale").glob("*.yaml"))
+MODELS = sorted(path.stem for path in (builtin_folder() / "conf" / "model").glob("qwen3_*.yaml"))
+ON_CPU = ("laptop", "smoke", "verl_cpu")
+FITS = {  # scale of GPUs -> models whose stages its GPUs hold
+    "gpu1": ["qwen3_0_6b"],
+    "h100x8": ["qwen3_0_6b", "qwen3_8b"],
+    "h200x8": ["qwen3_0_6b", "qwen3_8b", "qwen3_30b_a3b"],
+    "b200x8": ["qwen3_0_6b", "qwen3_8b", "qwen3_30b_a3b"],
+    "2x8": ["qwen3_8b", "qwen3_30b_a3b"],
+}
+FITTING = [(scale, model) for scale, models in FITS.items() for model in models]
+LAPTOP = "ab6792baf030da36b7d1"  # fingerprint of the evaluation at the end of the demo, and so of all that it reads
+
+
+def planned(workspace, pipeline, *overrides):
+    return make_plan(load_pipeline(pipeline, overrides, workspace=workspace), Workspace(workspace).run("scales"))
+
+
+def test_every_scale_is_tested_here():
+    assert set(SCALES) == {*ON_CPU, *FITS}
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES)
+@pytest.mark.parametrize("scale", ON_CPU)
+def test_every_pipeline_is_valid_with_its_own_model_at_every_scale_without_a_gpu(workspace, pipeline, scale):
+    assert load_pipeline(pipeline, [f"scale={scale}"]).settings.machine.gpus == 0
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES)
+@pytest.mark.parametrize(("scale", "model"), FITTING)
+def test_every_pipeline_is_valid_at_every_scale_of_gpus_with_every_model_that_fits(workspace, pipeline, scale, model):
+    assert load_pipeline(pipeline, [f"scale={scale}", f"model={model}"]).settings.machine.gpus > 0
+
+
+@pytest.mark.parametrize(("scale", "model"), [(s, m) for s in FITS for m in MODELS if (s, m) not in FITTING])
+def test_a_model_that_a_scale_has_no_fit_for_is_refused_with_the_sizes_that_fit(workspace, scale, model):
+    with pytest.raises(ConfigError, match=r"keys of scale\.fit: (dense|moe)_"):
+        load_pipeline("kimi_k3", [f"scale={scale}", f"model={model}"])
+
+
+@pytest.mark.parametrize("scale", ["gpu1", "h100x8", "h200x8", "b200x8"])
+def test_the_tiny_model_runs_the_verl_smoke_at_the_scales_of_one_node(workspace, scale):
+    stages = load_pipeline("kimi_k3_verl_smoke", [f"scale={scale}"]).stages
+    assert {stages[name].settings.backend for name in ("sft", "specialist[domain=general]")} == {"verl"}
+
+
+def test_demo_keeps_its_settings(workspace, monkeypatch):
+    """Checkpoints of the laptop scale stay good. A change of a default or of the scale that is meant changes this."""
+    monkeypatch.setattr(embedded, "REVISION", "any")
+    assert planned(workspace, "kimi_k3", "scale=laptop").stages[-1].fingerprint == LAPTOP
+
+
+def test_verl_smoke_is_two_specialists_and_a_student_for_each_loss_of_verl(workspace):
+    stages = load_pipeline("kimi_k3_verl_smoke").stages
+    assert {name: stage.settings.backend for name, stage in stages.items()} == {
+        "sft": "verl",
+        "specialist[domain=general]": "verl",
+        "specialist[domain=coding_agents]": "verl",
+        "mopd[loss=policy_gradient]": "verl",
+        "mopd[loss=topk]": "verl",
+        "eval": "vllm",
+    }
+    assert load_pipeline("kimi_k3_verl_smoke").settings.machine.slots == 1  # two stages of verl do not fit two cores
+
+
+@pytest.mark.parametrize(("scale", "model"), FITTING)
+def test_the_longest_sequence_fits_a_micro_batch(workspace, scale, model):
+    """verl refuses one that does not; the embedded engine would exceed the memory that was reckoned with."""
+    for name, stage in load_pipeline("kimi_k3", [f"scale={scale}", f"model={model}"]).stages.items():
+        config, resources = stage.settings.config, stage.settings.resources
+        spread = resources.verl.sequence_parallel if stage.settings.backend == "verl" else 1
+        if isinstance(stage.settings, RlvrStage | OpdStage):
+            longest = config.rollout.max_prompt_tokens + config.rollout.max_completion_tokens
+        elif isinstance(stage.settings, EvalStage):
+            continue
+        else:
+            longest = config.max_tokens
+        assert longest <= resources.micro_batch_tokens * spread, name
+
+
+@pytest.mark.parametrize(("scale", "model"), FITTING)
+def test_a_rollout_batch_divides_among_the_trainer_processes(workspace, scale, model):
+    for name, stage in load_pipeline("kimi_k3", [f"scale={scale}", f"model={model}"]).stages.items():
+        verl = stage.settings.resources.verl
+        if stage.settings.backend == "verl":
+            replicas = verl.nodes * verl.gpus_per_node // verl.sequence_parallel
+            assert stage.settings.config.train.global_batch_size % replicas == 0, name
+
+
+@pytest.mark.parametrize(("scale", "model"), [*FITTING, ("verl_cpu", "tiny_qwen3_h32")])
+def test_every_verl_stage_has_a_command(workspace, scale, model):
+    plan = planned(workspace, "kimi_k3", f"scale={scale}", f"model={model}")
+    commands = Launcher(plan, plan.stages, lambda text: None, fetch=False).commands()
+    for item in plan.stages:
+        assert bool(commands[item.stage.name]) == (item.stage.settings.backend == "verl"), item.stage.name
+
+
+def test_models_of_the_hub_are_pinned_to_a_commit():
+    for name in MODELS:
+        ref = (builtin_folder() / "conf" / "model" / f"{name}.yaml").read_text().split("ref: ")[1].split()[0]
+        assert len(ref.partition("@")[2]) == 40, ref
+
+
+def test_every_package_of_verls_environment_has_an_exact_version():
+    text = (Path(__file__).parent.parent / "requirements-verl.txt").read_text()
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    assert all(line.count("==") == 1 for line in lines)
+    assert not {"torchvision", "torchaudio", "torchcodec"} & {line.split("==")[0] for line in lines}
