@@ -16,7 +16,7 @@ def take_over(transformer_impl: ModuleType) -> None:
 
     They know `constant` and `cosine`, and a warm-up that starts at 0, so that its first step is lost.
     """
-    transformer_impl.FSDPEngine._build_lr_scheduler = _build_lr_scheduler  # type: ignore[attr-defined]  # untyped
+    transformer_impl.FSDPEngine._build_lr_scheduler = _build_lr_scheduler
 
 
 def _build_lr_scheduler(engine: Any, optimizer: torch.optim.Optimizer) -> LambdaLR:
