@@ -7,16 +7,19 @@ travels as JSON. Nothing is drawn, cut or shuffled by verl.
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from opdctl.backends.contract import Control, StageSpec
+from opdctl.backends.verl.budgets import budgets
 from opdctl.backends.verl.judge import pack
 from opdctl.backends.verl.layout import ROUTE, Layout, layout, teacher_key
 from opdctl.backends.verl.render_rl import updates
+from opdctl.backends.verl.teachers import check_teachers
 from opdctl.engine.checkpoint import Tokenizer, encode, load_vocabulary
 from opdctl.engine.loop import open_tasks, role
 from opdctl.engine.rows import Mixer, Renderer, Row, stream_seed
@@ -48,6 +51,8 @@ def write(spec: StageSpec, control: Control) -> Layout:
     student = _Student(spec)
     others = [*role(spec, "reference"), *role(spec, "budget"), *role(spec, "teachers")]
     check_vocabularies(student.tokenizer, student.width, others)
+    if spec.kind == "opd":
+        check_teachers(role(spec, "teachers"), role(spec, "student")[0].path, _texts(spec, student))
     batches = _demonstrations(spec, student) if spec.kind == "sft" else _prompts(spec, student, control)
     first = next(batches)
     _write_rows(files.train, chain([first], batches))
@@ -113,23 +118,47 @@ def _check_length(tokens: int, limit: int) -> None:
         )
 
 
+def _texts(spec: StageSpec, student: _Student) -> dict[int, list[list[int]]]:
+    """Token ids of right answers with their prompts, by the number of the teacher that scores such rows."""
+    settings = OpdSettings.model_validate(spec.config)
+    mixer = Mixer(open_tasks(spec), settings.data, "train", stream_seed(spec.seed, "opd"))
+    router = Router(role(spec, "teachers"), settings.route_by, settings.default_teacher)
+    texts: dict[int, list[list[int]]] = {}
+    for _, shown in mixer.demonstrations(0, 64 * len(router.numbers)):
+        [prompt] = student.renderer.prompts([shown.prompt], settings.rollout.max_prompt_tokens)
+        [completion] = student.renderer.completions([shown.completion])
+        texts.setdefault(router.teacher(shown.prompt.columns), []).append([*prompt, *completion])
+    return texts
+
+
 def _prompts(spec: StageSpec, student: _Student, control: Control) -> Iterator[list[_Record]]:
     """Prompts of one rollout batch after another."""
     settings = (OpdSettings if spec.kind == "opd" else RlvrSettings).model_validate(spec.config)
     mixer = Mixer(open_tasks(spec), settings.data, "train", stream_seed(spec.seed, spec.kind))
-    options = settings.rollout
-    router = _router(spec, settings)
-    for batch in range(rollout_batches(settings)):
-        rows = mixer.rows(batch * options.prompts, options.prompts)
-        student.renderer.prompts([row.prompt for row in rows], options.max_prompt_tokens)
-        records = [_record(row, student.renderer, None) for row in rows]
-        if router is not None:
-            for row, record in zip(rows, records, strict=True):
-                record[ROUTE] = teacher_key(router.teacher(row.prompt.columns))
-        order = _order(spec, batch * updates(settings), len(rows))
-        for position, number in enumerate(order):
-            records[number]["extra_info"]["index"] = batch * options.prompts + position
-        yield [records[number] for number in order]
+    options, router = settings.rollout, _router(spec, settings)
+    with _budgets(spec, control, settings, mixer, student.renderer) as estimate:
+        for batch in range(rollout_batches(settings)):
+            rows = mixer.rows(batch * options.prompts, options.prompts)
+            student.renderer.prompts([row.prompt for row in rows], options.max_prompt_tokens)
+            records = [_record(row, student.renderer, budget) for row, budget in zip(rows, estimate(rows), strict=True)]
+            if router is not None:
+                for row, record in zip(rows, records, strict=True):
+                    record[ROUTE] = teacher_key(router.teacher(row.prompt.columns))
+            order = _order(spec, batch * updates(settings), len(rows))
+            for position, number in enumerate(order):
+                records[number]["extra_info"]["index"] = batch * options.prompts + position
+            yield [records[number] for number in order]
+
+
+@contextmanager
+def _budgets(
+    spec: StageSpec, control: Control, settings: RlvrSettings | OpdSettings, mixer: Mixer, renderer: Renderer
+) -> Iterator[Callable[[list[Row]], Sequence[float | None]]]:
+    if isinstance(settings, OpdSettings) or settings.effort is None:
+        yield lambda rows: [None] * len(rows)
+        return
+    with budgets(spec, control, settings, mixer, renderer) as estimate:
+        yield estimate
 
 
 def rollout_batches(settings: RlvrSettings | OpdSettings) -> int:

@@ -169,7 +169,4 @@ class _Judged:
             verdict = self._verify(unpack(prompt, self.settings), completion)
         except OpdctlError as error:
             return {"error": str(error), "hint": error.hint}
-        except Exception as error:
-            told = f"task {self.name}: no verdict on {completion[:60]!r}: {type(error).__name__}: {error}"
-            return {"error": told, "hint": ""}
         return {"correct": bool(verdict.correct), "reward": float(verdict.reward)}
