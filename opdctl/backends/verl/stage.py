@@ -75,6 +75,8 @@ def _folder(spec: StageSpec, given: InputSpec) -> Path:
 
 def _environment(spec: StageSpec, command: Command) -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if name not in _FOREIGN}
+    if spec.workers["device"] == "cpu":  # Ray's "GPUs" are processes then, and it would miss them among the devices
+        inherited.pop("CUDA_VISIBLE_DEVICES", None)
     own = {"RAY_AUTH_TOKEN": secrets.token_hex(32)} if spec.workers["ray_address"] is None else {}
     joined = {"RAY_ADDRESS": spec.workers["ray_address"]} if spec.workers["ray_address"] else {}
     return inherited | dict(command.environment) | own | joined
