@@ -61,8 +61,9 @@ class Judge:
         self, tasks: Mapping[str, Mapping[str, Any]], efforts: Mapping[str, Any] | None, workspace: str
     ) -> None:
         self._given = json.dumps({"tasks": tasks, "efforts": efforts, "workspace": workspace})
-        self._child = self._start()
+        self._ready = False  # has the child answered yet?
         self._lost = 0  # in a row
+        self._child = self._start()
 
     def verify(self, task: str, prompt: str, completion: str, limit_s: float = LIMIT_S) -> Verdict:
         """The verdict of `task` on a completion without its EOS; `prompt` as `pack` wrote it.
@@ -94,12 +95,17 @@ class Judge:
 
     def _ask(self, question: Mapping[str, str], limit_s: float) -> dict[str, Any]:
         assert self._child.stdin is not None
-        assert self._child.stdout is not None
+        if not self._ready:
+            self._ready = self._read(LIMIT_S)["ready"]
         try:
             self._child.stdin.write(json.dumps(question).encode() + b"\n")
             self._child.stdin.flush()
         except BrokenPipeError:
             raise _Lost(f"ended its process ({self._child.wait()})") from None
+        return self._read(limit_s)
+
+    def _read(self, limit_s: float) -> dict[str, Any]:
+        assert self._child.stdout is not None
         if not select.select([self._child.stdout], [], [], limit_s)[0]:
             raise _Lost(f"took more than {limit_s:g} s")
         line = self._child.stdout.readline()
@@ -109,6 +115,7 @@ class Judge:
         return answer
 
     def _start(self) -> subprocess.Popen[bytes]:
+        self._ready = False
         # without the switch that would load the CPU platform, and so all of verl
         environment = {name: value for name, value in os.environ.items() if name != "VERL_PLATFORM"}
         child = subprocess.Popen(
@@ -147,6 +154,8 @@ def serve() -> None:
     os.chdir(given["workspace"])
     efforts = EffortSettings.model_validate(given["efforts"]) if given["efforts"] else None
     judged = {name: _Judged(name, settings, efforts) for name, settings in given["tasks"].items()}
+    answers.write(b'{"ready": true}\n')
+    answers.flush()
     for line in questions:
         question = json.loads(line)
         answer = judged[question["task"]].answer(question["prompt"], question["completion"])
