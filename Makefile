@@ -5,7 +5,6 @@ VERL_PYTHON ?= python3.11
 JOBS ?= 2
 BIN := .venv/bin
 VERL := .venv-verl
-TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
 # One thread a process: test workers and stages run side by side, and more threads only slow each other down.
 export OMP_NUM_THREADS ?= 1
@@ -53,8 +52,9 @@ $(VERL)/.installed: requirements-verl.txt
 	@test "$$($(VERL_PYTHON) -c 'import sys, platform; print(*sys.version_info[:2], sys.platform, platform.machine())')" \
 	  = "3 11 linux x86_64" || { echo "verl-env: the versions are for Python 3.11 on x86-64 Linux" >&2; exit 1; }
 	@test -x $(VERL)/bin/python || $(VERL_PYTHON) -m venv $(VERL)
-	@torch="$$(grep '^torch==' requirements-verl.txt)"; pip="$(VERL)/bin/python -m pip install --quiet --no-deps"; \
-	  $$pip "$$torch" 2> /dev/null || $$pip --extra-index-url $(TORCH_CPU_INDEX) "$$torch"
+	@$(VERL)/bin/python -m pip install --quiet --no-deps "$$(grep '^torch==' requirements-verl.txt)" || { \
+	  echo "verl-env: vLLM's CPU build needs PyTorch's, which pip does not find here: install it into $(VERL) as PyTorch's" >&2; \
+	  echo "install page says, in the version of requirements-verl.txt, then run make verl-env again" >&2; exit 1; }
 	$(VERL)/bin/python -m pip install --quiet --no-deps --requirement requirements-verl.txt
 	@touch $@
 
