@@ -33,12 +33,12 @@ def test_memory_is_told_in_bytes():
 
 
 def test_processes_talk_by_gloo(monkeypatch, tmp_path):
-    from verl.utils.distributed import destroy_global_process_group, initialize_global_process_group
+    from verl.utils.distributed import destroy_global_process_group, initialize_global_process_group_ray
 
     world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "DIST_INIT_METHOD": f"file://{tmp_path / 'store'}"}
     for name, value in world.items():
         monkeypatch.setenv(name, value)
-    initialize_global_process_group()
+    initialize_global_process_group_ray()
     try:
         assert torch.distributed.get_backend() == "gloo"
         torch.distributed.all_reduce(torch.ones(1))
