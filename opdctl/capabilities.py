@@ -41,7 +41,7 @@ def _verl(settings: AnyStage, inputs: Sequence[Input], pipeline: PipelineSetting
         yield "backend", "verl trains only: kind eval needs backend: vllm or embedded"
         return
     config, resources = settings.config, settings.resources.verl
-    yield from _optimizer(config, resources)
+    yield from _precision(config, resources)
     yield from _parallel(config, resources)
     yield from _machine(config, resources, pipeline.workers.verl)
     yield from _lengths(config, resources, settings.resources.micro_batch_tokens, pipeline)
@@ -51,15 +51,7 @@ def _verl(settings: AnyStage, inputs: Sequence[Input], pipeline: PipelineSetting
         yield from _opd(config, resources)
 
 
-def _optimizer(config: Trained, resources: VerlResources) -> Iterator[Problem]:
-    schedule = config.train.optimizer.schedule
-    # FSDPOptimizerConfig in workers/config/optimizer.py; McoreOptimizerConfig leaves the choice to Megatron
-    if resources.strategy == "fsdp2" and schedule in ("linear", "wsd"):
-        yield (
-            "config.train.optimizer.schedule",
-            f"{schedule}, and verl has constant and cosine with strategy: fsdp2; backend: embedded and "
-            "resources.verl.strategy: megatron have it",
-        )
+def _precision(config: Trained, resources: VerlResources) -> Iterator[Problem]:
     # McoreEngineConfig in workers/config/engine.py
     if resources.strategy == "megatron" and config.train.precision == "float32":
         yield (

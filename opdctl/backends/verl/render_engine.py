@@ -61,8 +61,9 @@ def checkpoint(overrides: Overrides, at: str) -> None:
 
 
 def optimizer(overrides: Overrides, train: Train, at: str, *, megatron: bool, updates: int = 1) -> None:
-    """AdamW. verl moves the schedule once per rollout batch, that is every `updates` optimizer steps, and starts a
-    warm-up from a rate of 0.
+    """AdamW. verl counts a schedule in its own steps, each of `updates` optimizer steps.
+
+    On FSDP the plug-in (`plugin.schedule`) takes the place of verl's schedules, which are constant and cosine only.
     """
     own = train.optimizer
     steps, warmup = train.max_steps // updates, math.ceil(own.warmup_steps / updates)
@@ -86,7 +87,7 @@ def _torch_schedule(own: Optimizer, at: str) -> dict[str, Any]:
         f"{at}.optimizer": "AdamW",
         f"{at}.optimizer_impl": "torch.optim",
         f"{at}.override_optimizer_config": {"eps": own.eps},
-        f"{at}.lr_scheduler_type": own.schedule,  # constant or cosine: capabilities refuses others
+        f"{at}.lr_scheduler_type": "cosine" if own.schedule == "cosine" else "constant",  # not read, see `optimizer`
         f"{at}.min_lr_ratio": own.min_lr_ratio,
         f"{at}.num_cycles": 0.5,
         f"{at}.zero_indexed_step": True,

@@ -25,7 +25,8 @@ def opd(spec: StageSpec) -> Overrides:
         "kind",
         {
             "distillation.enabled": True,
-            "algorithm.adv_estimator": "grpo",  # of the rewards, which only metrics see
+            # of the rewards, which only metrics see; unlike the plug-in's it takes groups of one
+            "algorithm.adv_estimator": "grpo",
             "algorithm.norm_adv_by_std_in_grpo": False,
             "algorithm.use_kl_in_reward": False,
             f"{ACTOR}.use_kl_loss": False,

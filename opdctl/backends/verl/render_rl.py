@@ -19,7 +19,6 @@ _AGGREGATION = {
     "token_mean": "token-mean",
     "constant": "seq-mean-token-sum-norm",
 }
-_ADVANTAGE = {"mean": ("grpo", False), "mean_std": ("grpo", True), "leave_one_out": ("rloo", False)}
 _NO_DUAL_CLIP = 1e9  # verl also cuts ratios at this for negative advantages (dual-clip PPO); opdctl's loss does not
 
 
@@ -29,11 +28,8 @@ def rlvr(spec: StageSpec) -> Overrides:
     overrides = Overrides()
     init = next(given for given in spec.inputs if given.role == "init")
     common(overrides, spec, settings, resources, init)
-    estimator, by_std = _ADVANTAGE[settings.advantage]
-    overrides.own(
-        "config.advantage",
-        {"algorithm.adv_estimator": estimator, "algorithm.norm_adv_by_std_in_grpo": by_std},
-    )
+    # the plug-in's estimators: verl's grpo and rloo, but exactly 0 for equal rewards
+    overrides.own("config.advantage", {"algorithm.adv_estimator": f"opdctl_{settings.advantage}"})
     clip(overrides, settings.clip, ACTOR, source="config.clip")
     overrides.own("config.clip", {f"{ACTOR}.clip_ratio_c": _NO_DUAL_CLIP, f"{ACTOR}.policy_loss.loss_mode": "vanilla"})
     _kl(overrides, settings.kl)

@@ -28,6 +28,7 @@ from hydra.errors import HydraException
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.workers.config import DistillationConfig
@@ -260,6 +261,7 @@ def _sft(config: DictConfig) -> Iterator[str]:
 def _ppo(config: DictConfig) -> Iterator[str]:
     """What `verl.trainer.main_ppo` and its workers make of the configuration, without models."""
     validate_config(config, need_reference_policy(config), need_critic(config))
+    get_adv_estimator_fn(config.algorithm.adv_estimator)
     for section in (config.actor_rollout_ref.rollout, config.algorithm):
         omega_conf_to_dataclass(section)
     omega_conf_to_dataclass(_reference(config))
