@@ -12,7 +12,7 @@ from opdctl.backends import embedded
 from opdctl.backends.contract import InputSpec, StageResult, StageSpec
 
 torch.set_num_threads(1)
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 TASKS = {
     "math": {"task": "chain", "domain": "math", "links": 4, "strides": {"low": 2, "max": 1}},
     "code": {"task": "chain", "domain": "code", "links": 4, "strides": {"low": 2, "max": 1}},
