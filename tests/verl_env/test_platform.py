@@ -40,8 +40,9 @@ def test_processes_talk_by_gloo(monkeypatch, tmp_path):
         monkeypatch.setenv(name, value)
     initialize_global_process_group_ray()
     try:
-        assert torch.distributed.get_backend() == "gloo"
-        torch.distributed.all_reduce(torch.ones(1))
+        numbers = torch.arange(3.0)
+        torch.distributed.all_reduce(numbers)
+        assert numbers.tolist() == [0.0, 1.0, 2.0]
     finally:
         destroy_global_process_group()
 
