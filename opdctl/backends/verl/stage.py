@@ -74,7 +74,9 @@ def _folder(spec: StageSpec, given: InputSpec) -> Path:
 
 
 def _environment(spec: StageSpec, command: Command) -> dict[str, str]:
-    inherited = {name: value for name, value in os.environ.items() if name not in _FOREIGN}
+    # on a CPU there are no devices to hide, and Ray counts slots for ranks as if they were some
+    unwanted = _FOREIGN if spec.workers["device"] == "cuda" else (*_FOREIGN, "CUDA_VISIBLE_DEVICES")
+    inherited = {name: value for name, value in os.environ.items() if name not in unwanted}
     if spec.workers["device"] == "cpu":  # Ray's "GPUs" are processes then, and it would miss them among the devices
         inherited.pop("CUDA_VISIBLE_DEVICES", None)
     own = {"RAY_AUTH_TOKEN": secrets.token_hex(32)} if spec.workers["ray_address"] is None else {}
@@ -107,7 +109,11 @@ def _train(spec: StageSpec, control: Control, saves: Saves, target: int, command
             process_group=0,
         )
         run = _Run(spec, control, saves, target, tree, process)
-        run.follow()
+        try:
+            run.follow()
+        finally:
+            process.kill()  # it is our child, to be waited for; `guarded` ends the others
+            process.wait()
     _await_memory(spec, before)
     run.judge()
     return dict(run.metrics)
