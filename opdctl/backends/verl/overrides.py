@@ -102,5 +102,5 @@ def _text(text: str) -> str:
     # OmegaConf reads `${` as an interpolation unless a backslash precedes it; backslashes of the text are doubled there
     plain = re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + r"\${", text)
     # Hydra's quotes: a backslash escapes quotes, and itself where quotes follow
-    quoted = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), plain)
+    quoted = re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), plain)
     return f"'{quoted}'"

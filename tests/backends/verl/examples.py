@@ -1,5 +1,6 @@
 """Stages for the tests of the verl backend; nothing that they name exists."""
 
+from collections.abc import Callable
 from typing import Any
 
 from opdctl.backends.contract import InputSpec, StageSpec
@@ -76,3 +77,28 @@ def spec(
         "result": f"/runs/k3/{kind}[domain=math]/result.json",
     }
     return StageSpec(**given | more)
+
+
+BF16 = {"train": train(precision="bfloat16")}
+TOPK = {"loss": {"form": "topk", "k": 64}}
+KL = {"kl": {"estimator": "k3", "coef": 0.001}, "aggregation": "constant", "advantage": "leave_one_out"}
+CASES: dict[str, Callable[[], StageSpec]] = {  # of which the whole command is pinned, and shown to verl
+    "sft-cpu": lambda: spec("sft"),
+    "rlvr-cpu": lambda: spec("rlvr"),
+    "opd-cpu": lambda: spec("opd"),
+    "opd-topk-cpu": lambda: spec("opd", TOPK),
+    "sft-h200x8": lambda: spec("sft", BF16, device="cuda", verl=GPUS),
+    "rlvr-h200x8": lambda: spec("rlvr", BF16 | KL, device="cuda", verl=GPUS),
+    "rlvr-async-h200x8": lambda: spec("rlvr", BF16, device="cuda", verl=GPUS | {"mode": "async"}),
+    "opd-topk-h200x8": lambda: spec("opd", BF16 | TOPK, device="cuda", verl=GPUS, teachers=9),
+    "sft-megatron": lambda: spec("sft", BF16, device="cuda", verl=MEGATRON),
+    "rlvr-megatron": lambda: spec("rlvr", BF16, device="cuda", verl=MEGATRON),
+    "opd-2x8": lambda: spec(
+        "opd",
+        BF16,
+        device="cuda",
+        verl=GPUS | {"gpus_per_node": 4},
+        teachers=9,
+        workers={"ray_address": "10.0.0.1:6379"},
+    ),
+}
