@@ -31,7 +31,8 @@ def run(spec: StageSpec, control: Control) -> StageResult:
     from opdctl.backends.vllm.offline import Offline
     from opdctl.engine.eval import run
 
-    return run(spec, control, Offline(spec, control).open)
+    with Offline(spec, control) as vllm:
+        return run(spec, control, vllm.open)
 
 
 def read_config(folder: str) -> dict[str, Any] | None:

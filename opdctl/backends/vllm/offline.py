@@ -9,9 +9,9 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any, NoReturn, Self
 
 from opdctl.backends.contract import Control, InputSpec, StageSpec, Stopped
 from opdctl.backends.vllm import read_config
@@ -25,9 +25,7 @@ from opdctl.settings import EvalSettings, NewModel
 from opdctl.workers import VllmResources
 
 PROGRAM = Path(__file__).with_name("worker.py")
-CPU_KV_CACHE = (
-    1 << 30
-)  # bytes; touched as it is used. VLLM_CPU_KVCACHE_SPACE (GiB) in the user's environment goes first
+CPU_KV_CACHE = 1 << 30  # bytes; VLLM_CPU_KVCACHE_SPACE (in GiB) of the user's environment goes first
 POLL_S = 0.2  # between two looks at a request to stop
 TELL_S = 1.0  # between two events
 DUMP_S = 2.0  # that a hung process gets to print its stacks
@@ -41,27 +39,41 @@ CPU_ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # stages side by side
 
 
 class Offline:
-    """Opens the models of a stage, one at a time."""
+    """Opens the models of a stage, one at a time. Use as a context manager: at the end no process and file is left."""
 
     def __init__(self, spec: StageSpec, control: Control) -> None:
         self.spec, self.control = spec, control
         self.rollout = EvalSettings.model_validate(spec.config).rollout
-        self.attempt = Path(spec.events).parent
+        self._open = ExitStack()
+        self._loaded: tuple[str, Engine, Renderer] | None = None  # by the model's path
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._open.close()
 
     @contextmanager
     def open(self, given: InputSpec) -> Iterator[Candidate]:
-        """vLLM with a model loaded; its processes and files are gone at the end. Raises what `Process` does."""
-        with guarded(self.attempt) as tree:
-            folder = given.path or self._made(tree.temp / "model")
-            tokenizer, eos_ids, vocab_size = load_vocabulary(folder)
-            arguments = self._arguments(folder)
-            process = Process(self.spec, self.control, tree, given.label, arguments)
-            engine = Engine(process, eos_ids, vocab_size, arguments["max_model_len"], self._progress(given))
-            try:
-                process.reply("vllm")  # the model is loaded
-                yield Candidate(engine.generate, Renderer(tokenizer, eos_ids), batch=None)
-            finally:
-                process.kill()
+        """vLLM with a model loaded; one that is opened twice in a row is loaded once. Raises what `Process` does."""
+        if self._loaded is None or self._loaded[0] != given.path:
+            self._open.close()
+            self._loaded = given.path, *self._load(given)
+        _, engine, renderer = self._loaded
+        models = [model.label for model in self.spec.inputs if model.role != "budget"]
+        scored = models.index(given.label) if given.label in models else 0  # a budget model comes first
+        engine.progress = Progress(self.control, given.label, scored, len(models))
+        yield Candidate(engine.generate, renderer, batch=None)
+
+    def _load(self, given: InputSpec) -> "tuple[Engine, Renderer]":
+        tree = self._open.enter_context(guarded(Path(self.spec.events).parent))
+        folder = given.path or self._made(tree.temp / "model")
+        tokenizer, eos_ids, vocab_size = load_vocabulary(folder)
+        arguments = self._arguments(folder)
+        process = Process(self.spec, self.control, tree, given.label, arguments)
+        self._open.callback(process.kill)
+        process.reply("vllm")  # the model is loaded
+        return Engine(process, eos_ids, vocab_size, arguments["max_model_len"]), Renderer(tokenizer, eos_ids)
 
     def _made(self, folder: Path) -> str:
         """A new model, where the input names none."""
@@ -93,13 +105,6 @@ class Offline:
             "tensor_parallel_size": resources.tensor_parallel,
             "gpu_memory_utilization": resources.memory,
         }
-
-    def _progress(self, given: InputSpec) -> "Progress":
-        models = [model.label for model in self.spec.inputs if model.role != "budget"]
-        # step 0 of a budget model: it comes first
-        return Progress(
-            self.control, given.label, models.index(given.label) if given.label in models else 0, len(models)
-        )
 
 
 class Progress:
@@ -142,8 +147,9 @@ class Process:
         threading.Thread(target=self._read, args=(self.process.stdout,), daemon=True).start()
 
     def _read(self, replies: IO[str]) -> None:
-        for line in replies:
-            self._lines.put(line)
+        with replies:
+            for line in replies:
+                self._lines.put(line)
         self._lines.put(None)
 
     def request(self, content: Mapping[str, Any]) -> None:
@@ -208,11 +214,11 @@ class Process:
 class Engine:
     """Generation by a vLLM process."""
 
-    def __init__(
-        self, process: Process, eos_ids: Sequence[int], vocab_size: int, max_model_len: int, progress: Progress
-    ) -> None:
+    progress: Progress
+
+    def __init__(self, process: Process, eos_ids: Sequence[int], vocab_size: int, max_model_len: int) -> None:
         self.process, self.eos_ids, self.vocab_size = process, eos_ids, vocab_size
-        self.max_model_len, self.progress = max_model_len, progress
+        self.max_model_len = max_model_len
 
     def generate(
         self,
