@@ -290,8 +290,11 @@ class RunDir:
         write_json(self.path / "pipeline.yaml", dict(resolved))
 
     def read_pipeline(self) -> Mapping[str, Any]:
-        """Empty where the run has not started."""
-        return read_json(self.path / "pipeline.yaml") or {}
+        """Empty where the run has not started, or the file was damaged."""
+        found = read_json(self.path / "pipeline.yaml", "stages") or {}
+        stages = found.get("stages")
+        whole = isinstance(stages, dict) and all(isinstance(stage, dict) for stage in stages.values())
+        return found if whole else {}
 
     @property
     def info(self) -> Mapping[str, Any]:
