@@ -99,6 +99,7 @@ def _demonstrations(spec: StageSpec, student: _Student) -> Iterator[list[_Record
         completions = student.renderer.completions(texts)
         for prompt, completion in zip(prompts, completions, strict=True):
             _check_length(len(prompt) + len(completion), settings.max_tokens)
+        _check_end([text + end for text in texts], completions, student.tokenizer)
         yield [
             {
                 "messages": [
@@ -116,6 +117,19 @@ def _check_length(tokens: int, limit: int) -> None:
             f"a demonstration has {tokens} tokens and config.max_tokens is {limit}",
             hint="raise config.max_tokens, or drop such rows: a cut answer teaches to stop in the middle",
         )
+
+
+def _check_end(texts: list[str], completions: list[list[int]], tokenizer: Tokenizer) -> None:
+    """verl tokenizes a completion with its EOS, the engine without: some tokenizers swallow blanks before EOS."""
+    for text, wanted, found in zip(
+        texts, completions, tokenizer(texts, add_special_tokens=False).input_ids, strict=True
+    ):
+        if list(found) != wanted:
+            raise StageRefused(
+                f"with EOS as text the tokenizer reads other tokens of {text[-80:]!r} than without",
+                hint="remove blanks at the end of completions, or set rstrip and lstrip of EOS to false in "
+                "tokenizer_config.json",
+            )
 
 
 def _texts(spec: StageSpec, student: _Student) -> dict[int, list[list[int]]]:

@@ -9,7 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from engine import stages
-from transformers import PreTrainedTokenizerFast
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AddedToken, PreTrainedTokenizerFast
 
 from opdctl.backends.contract import InputSpec, StageSpec, Stopped
 from opdctl.backends.verl import budgets, data, teachers
@@ -337,6 +338,20 @@ def test_an_eos_that_no_text_gives_is_refused(tmp_path):
     assert encode(tokenizer, data.eos_text(tokenizer, 2)) == [2]
     with pytest.raises(StageRefused, match="does not read"):
         data.eos_text(_Deaf(tokenizer), 2)
+
+
+@pytest.mark.parametrize("swallows", [False, True])
+def test_a_completion_whose_end_reads_otherwise_is_refused(swallows):
+    backend = Tokenizer(models.BPE({letter: i for i, letter in enumerate(pre_tokenizers.ByteLevel.alphabet())}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    eos = AddedToken("<eos>", special=True, lstrip=swallows)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=eos)
+    completions = Renderer(tokenizer, (tokenizer.eos_token_id,)).completions(["it is 7 "])
+    if not swallows:
+        data._check_end(["it is 7 <eos>"], completions, tokenizer)
+        return
+    with pytest.raises(StageRefused, match="with EOS as text"):
+        data._check_end(["it is 7 <eos>"], completions, tokenizer)
 
 
 class _Deaf:
