@@ -5,6 +5,7 @@ import torch
 from torch.testing import assert_close
 from verl.trainer.distillation.losses import distillation_ppo_loss
 from verl.trainer.ppo.core_algos import agg_loss, get_adv_estimator_fn, kl_penalty
+from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
 from verl.utils import tensordict_utils
 from verl.workers.utils.losses import ppo_loss
 from verl_batch import VOCABULARY, Batch, actor, distillation, padded
@@ -312,6 +313,22 @@ def test_verls_means_are_the_engines(how):
     close(found, aggregated(batch, loss_M, how))
 
 
+@pytest.mark.parametrize(
+    ("threshold", "wanted"),
+    [
+        ("0.5_5.0", lambda ratio: losses.icepop_weight(ratio, 0.5, 5.0)),
+        (2.0, lambda ratio: losses.tis_weight(ratio, 2.0)),
+    ],
+    ids=["icepop", "tis"],
+)
+def test_verls_weights_for_the_sampler_are_the_engines(threshold, wanted):
+    log_ratio = torch.tensor([[0.499, 0.501, 1.0, 1.999, 4.999, 5.001, 10.0]]).log()
+    found, _ = compute_rollout_correction_weights(
+        log_ratio, torch.ones_like(log_ratio), rollout_is="token", rollout_is_threshold=threshold
+    )
+    close(found, wanted(log_ratio.exp()))
+
+
 # ------------------------------------------------------------------------------------------------------- advantages
 
 
@@ -347,9 +364,10 @@ def test_verls_estimators_are_the_engines_where_rewards_differ(how, own):
     close(estimate(own, rewards_PG), estimate(f"opdctl_{how}", rewards_PG))
 
 
-def test_equal_rewards_give_exactly_no_advantage():
-    rewards_PG = torch.full((2, 3), 0.1)
+def test_equal_rewards_give_exactly_no_advantage_unlike_verls_own():
+    rewards_PG = torch.rand(64, 1, generator=torch.Generator().manual_seed(1)).expand(64, 7)
     assert estimate("opdctl_mean_std", rewards_PG).count_nonzero() == 0
+    assert estimate("grpo", rewards_PG).count_nonzero() > 0
 
 
 def test_rows_that_only_fill_the_batch_up_are_in_no_group():
