@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 
+import datasets
 import pytest
 import torch
 from engine import stages
@@ -16,6 +17,13 @@ from opdctl.engine.checkpoint import load_vocabulary
 from opdctl.engine.loop import open_tasks
 from opdctl.engine.rows import Mixer, Renderer, stream_seed
 from opdctl.settings import Mixture
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    """Not the user's: verl copies what it reads."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
 
 ROWS = [{"q": f"what is {a}+{b}=", "a": str(a + b), "c": f"{a + b} is it "} for a in range(8) for b in range(4)]
 
