@@ -6,12 +6,14 @@ A model that was never trained, or is the student itself, gives a loss that fall
 import filecmp
 import math
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 
 from opdctl.backends.contract import InputSpec
 from opdctl.errors import StageRefused
 
 PROBED_BYTES = 256 * 2**20  # weights up to this size are loaded and asked; of larger ones only the norms are read
+PROBED_TOKENS = 16_384  # of one teacher's texts: a forward pass of a second or two
 KNOWN = 0.9  # this quantile of a text's log-probabilities ...
 BLIND = -0.88  # ... is above BLIND * ln V if the model knows anything: without training all are close to -ln V
 
@@ -81,8 +83,12 @@ def _blind(folder: Path, texts: Sequence[Sequence[int]]) -> bool:
     from opdctl.engine.vocab import token_logprobs
 
     policy = load_policy(folder)
-    limit = policy.max_positions or max(map(len, texts), default=0)
-    scored = [Tokens((ids[0],), tuple(ids[1:])) for ids in texts if 1 < len(ids) <= limit]
+    limit = min(policy.max_positions or PROBED_TOKENS, PROBED_TOKENS)
+    fitting = [ids for ids in texts if 1 < len(ids) <= limit]
+    total = list(accumulate(map(len, fitting)))
+    scored = [
+        Tokens((ids[0],), tuple(ids[1:])) for ids, so_far in zip(fitting, total, strict=True) if so_far <= PROBED_TOKENS
+    ]
     if not scored:
         return False
     batch = collate(scored, share_prefixes=False, pad_id=policy.pad_id)
