@@ -126,7 +126,13 @@ def texts() -> list[Path]:
     """What users read or run."""
     folders = [p for f in ("opdctl", "conf", "pipelines", "runbooks") for p in sorted((ROOT / f).rglob("*"))]
     wanted = {".py", ".yaml", ".md"}
-    files = [*sorted(ROOT.glob("*.md")), ROOT / "Makefile", ROOT / "constraints.txt", ROOT / ".ci" / "run"]
+    files = [
+        *sorted(ROOT.glob("*.md")),
+        ROOT / "Makefile",
+        ROOT / "constraints.txt",
+        ROOT / "requirements-verl.txt",
+        ROOT / ".ci" / "run",
+    ]
     return files + [p for p in folders if p.suffix in wanted and p.is_file()]
 
 
