@@ -38,7 +38,7 @@ def files(folder: str, pattern: str) -> set[str]:
 
 
 def test_wheel_holds_every_module_and_every_pipeline_and_group(wheel):
-    expected = files("opdctl", "*.py") | {"opdctl/py.typed"}
+    expected = files("opdctl", "*.py") | files("opdctl", "METADATA") | {"opdctl/py.typed"}
     expected |= {f"opdctl/builtin/{name}" for name in files("conf", "*.yaml") | files("pipelines", "*.yaml")}
 
     assert expected <= set(wheel.namelist())
