@@ -86,7 +86,7 @@ def _torch_schedule(own: Optimizer, at: str) -> dict[str, Any]:
     return {
         f"{at}.optimizer": "AdamW",
         f"{at}.optimizer_impl": "torch.optim",
-        f"{at}.override_optimizer_config": {"eps": own.eps},
+        f"+{at}.override_optimizer_config.eps": own.eps,
         f"{at}.lr_scheduler_type": "cosine" if own.schedule == "cosine" else "constant",  # not read, see `optimizer`
         f"{at}.min_lr_ratio": own.min_lr_ratio,
         f"{at}.num_cycles": 0.5,

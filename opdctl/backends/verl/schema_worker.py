@@ -80,13 +80,12 @@ def _parsed(argument: str) -> Override:
 
 def _told(error: Exception) -> str:
     """Hydra says where below, and the cause within: `actor_rollout_ref.actor: ValueError: ...`."""
-    text = (
-        str(error) if isinstance(error, HydraException | OmegaConfBaseException) else f"{type(error).__name__}: {error}"
-    )
-    where = re.search(r"full_key: (\S+)", text)
-    cause = re.search(r"^(\w+)\((['\"])(.*)\2\)$", text, re.MULTILINE)
-    lines = [line.strip() for line in text.splitlines() if line.strip() and "full_key:" not in line]
-    said = f"{cause[1]}: {cause[3]}" if cause else " ".join(lines)
+    known = isinstance(error, HydraException | OmegaConfBaseException)
+    text = (str(error) if known else f"{type(error).__name__}: {error}").replace("\\n", "\n")
+    where = re.search(r"full_key: (\S+)\s*\Z", text)
+    cause = re.search(r"^(\w+)\((['\"])(.*)\2\)$", text, re.MULTILINE | re.DOTALL)
+    lines = (f"{cause[1]}: {cause[3]}" if cause else text).splitlines()
+    said = " ".join(line.strip() for line in lines if line.strip() and "full_key:" not in line and "_type=" not in line)
     return f"{where[1]}: {said}" if where else said
 
 
@@ -143,7 +142,7 @@ def _find(base: DictConfig, key: str) -> Any:
             node, declared = None, dict
             continue
         if _is_free(declared, node):
-            return None
+            return None  # whatever stands there
         fields, inner = _fields(declared, node), _element(declared)
         yaml = [str(name) for name in node] if _is_section(node) else []
         if part not in (*yaml, *fields) and inner is None:
@@ -200,7 +199,9 @@ def _element(declared: Any) -> Any:
 
 
 def _is_free(declared: Any, node: Any) -> bool:
-    """May anything stand below? A mapping whose entries the dataclass does not name."""
+    """May anything stand below? A mapping whose entries neither the dataclass nor the YAML names."""
+    if declared is None and _is_section(node) and not node:
+        return True
     if declared is None or (_is_section(node) and "_target_" in node) or _element(declared) is not None:
         return False
     return any(option is Any or option is dict or typing.get_origin(option) is dict for option in _options(declared))
