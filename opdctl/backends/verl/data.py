@@ -51,6 +51,8 @@ def write(spec: StageSpec, control: Control) -> Layout:
     student = _Student(spec)
     others = [*role(spec, "reference"), *role(spec, "budget"), *role(spec, "teachers")]
     check_vocabularies(student.tokenizer, student.width, others)
+    if spec.kind != "sft":
+        student.check_stops()
     if spec.kind == "opd":
         check_teachers(role(spec, "teachers"), role(spec, "student")[0].path, _texts(spec, student))
     batches = _demonstrations(spec, student) if spec.kind == "sft" else _prompts(spec, student, control)
@@ -80,7 +82,21 @@ class _Student:
         else:
             words = NewModel.model_validate(spec.new_model).tokenizer.words
             self.tokenizer, self.eos_ids, self.width = word_tokenizer(words), (2,), len(words)
+        self.folder = given.path
         self.renderer = Renderer(self.tokenizer, self.eos_ids)
+
+    def check_stops(self) -> None:
+        """vLLM stops at the EOS ids of generation_config.json, and without one at those of config.json. Raises
+        StageRefused where the model has more."""
+        known = (read_json(Path(self.folder) / name) for name in ("generation_config.json", "config.json"))
+        stops = next(given.get("eos_token_id") for given in known if given is not None) if self.folder else self.eos_ids
+        listed = [stops] if isinstance(stops, int) else list(stops or [])
+        if missing := [token for token in self.eos_ids if token not in listed]:
+            raise StageRefused(
+                f"{self.folder}: rollouts by vLLM would not stop at EOS {', '.join(map(str, missing))}: "
+                f"generation_config.json, or config.json where there is none, names {listed or 'no EOS'}",
+                hint=f'set "eos_token_id": {list(self.eos_ids)} in its generation_config.json',
+            )
 
 
 # ------------------------------------------------------------------------------------------------------------ rows

@@ -333,6 +333,21 @@ def _with_teacher(spec: StageSpec, path: Path) -> StageSpec:
     return replace(spec, inputs=inputs)
 
 
+@pytest.mark.parametrize("named", [[5], 5, None])
+def test_an_eos_at_which_rollouts_would_not_stop_is_refused(tmp_path, named):
+    folder = _words_model(tmp_path)
+    content = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps(content | {"eos_token_id": named}))
+    with pytest.raises(StageRefused, match="rollouts by vLLM would not stop at EOS 2"):
+        write(stages.rlvr(tmp_path / "rlvr", folder))
+
+
+def test_without_a_generation_config_rollouts_stop_at_the_eos_of_the_config(rlvr, tmp_path, checkpoints):
+    save_policy(load_policy(checkpoints[0]), load_tokenizer(checkpoints[0]), tmp_path / "bare", dtype=torch.float32)
+    (tmp_path / "bare" / "generation_config.json").unlink()
+    assert write(stages.rlvr(tmp_path / "rlvr", tmp_path / "bare"))
+
+
 def test_an_eos_that_no_text_gives_is_refused(tmp_path):
     tokenizer = load_tokenizer(_words_model(tmp_path))
     assert encode(tokenizer, data.eos_text(tokenizer, 2)) == [2]
