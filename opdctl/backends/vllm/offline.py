@@ -268,13 +268,14 @@ class Engine:
     def _collect(self, prompts: int, group_size: int, most: int) -> list[tuple[list[int], list[float]]]:
         """Tokens and their log-probabilities, prompt-major, of every completion that was asked for."""
         found: dict[tuple[int, int], tuple[list[int], list[float]]] = {}
-        wanted = [(p, s) for p in range(prompts) for s in range(group_size)]
+        missing = {(p, s) for p in range(prompts) for s in range(group_size)}
+        wanted = len(missing)
         while "done" not in (reply := self.process.reply("index", "done")):
             try:
                 index, tokens, logprobs = tuple(reply["index"]), reply["token_ids"], reply["logprobs"]
                 stopped = tokens[-1] in self.eos_ids
                 sound = (
-                    index not in found
+                    index in missing
                     and len(tokens) == len(logprobs) <= most
                     and all(type(token) is int and 0 <= token < self.vocab_size for token in tokens)
                     and all(-math.inf < logprob <= 0 for logprob in logprobs)
@@ -285,11 +286,12 @@ class Engine:
                 sound = False
             if not sound:
                 self.process.wrong(f"with a completion that cannot be: {str(reply)[:200]}")
+            missing.remove(index)
             found[index] = tokens, logprobs
-            self.progress.tell(len(found), len(wanted))
-        if found.keys() != set(wanted):
-            self.process.wrong(f"with {len(found)} completions instead of {len(wanted)}")
-        return [found[index] for index in wanted]
+            self.progress.tell(len(found), wanted)
+        if missing:
+            self.process.wrong(f"with {len(found)} completions instead of {wanted}")
+        return [found[index] for index in sorted(found)]
 
 
 def _json(line: str) -> dict[str, Any]:

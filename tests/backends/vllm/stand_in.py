@@ -60,7 +60,7 @@ for line in sys.stdin:
     elif mode == "gives up early":
         answers[0]["token_ids"] = [5, 5]
     elif mode == "goes past the limit":
-        answers[0]["token_ids"], answers[0]["logprobs"] = [5] * (tokens + 1), [-1.0] * (tokens + 1)
+        answers[0]["token_ids"], answers[0]["logprobs"] = [*[5] * tokens, end], [-1.0] * (tokens + 1)
     elif mode == "says nan":
         answers[0]["logprobs"] = [float("nan"), -1.0]
     elif mode == "never ends":

@@ -129,7 +129,7 @@ def made(folder):
         ("prints", "answered 'INFO: all is well.*' instead of index or done"),
         ("loses one", "answered with 23 completions instead of 24"),
         ("repeats one", "a completion that cannot be"),
-        ("invents a prompt", "a completion that cannot be|24 completions instead of 24"),
+        ("invents a prompt", "a completion that cannot be"),
         ("invents a token", "a completion that cannot be"),
         ("goes past the end", "a completion that cannot be"),
         ("gives up early", "a completion that cannot be"),
