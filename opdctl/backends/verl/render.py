@@ -65,6 +65,7 @@ def environment(spec: StageSpec) -> dict[str, str]:
         SETTINGS_VARIABLE: str(files.settings),
         "HYDRA_FULL_ERROR": "1",
         "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_CACHE": str(files.train.with_name("cache")),  # verl copies the rows that it reads
         "TRANSFORMERS_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "RAY_USAGE_STATS_ENABLED": "0",

@@ -132,7 +132,8 @@ def _actor(overrides: Overrides, spec: StageSpec, settings: RlvrSettings | OpdSe
         {
             f"{ACTOR}.ppo_mini_batch_size": train.global_batch_size // settings.rollout.group_size,  # in prompts
             f"{ACTOR}.ppo_epochs": 1,
-            f"{ACTOR}.shuffle": False,
+            # a batch comes in the order in which completions ended: unshuffled, its first step is on the short ones
+            f"{ACTOR}.shuffle": updates(settings) > 1,
         },
     )
     overrides.own(
