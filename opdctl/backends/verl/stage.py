@@ -24,7 +24,7 @@ from opdctl.processes import Tree
 from opdctl.records import read_json
 
 POLL_S = 0.5  # between two looks at the trainer
-HEAD_S = 20.0  # that a trainer gets to end once Ray has lost its head; it takes the head down first when all is well
+HEAD_S = 12.0  # that a trainer gets to end once Ray has lost its head: when it fails, it takes the head down first
 MEMORY_S = 60.0  # that the driver gets to free the memory of ended processes
 MEMORY_SLACK_MIB = 512
 logger = logging.getLogger(__name__)
@@ -161,12 +161,9 @@ class _Run:
 
     def judge(self) -> None:
         """Of an ended trainer: raises StageFailed unless it made and saved the last step."""
-        code = self.process.returncode
-        if code:
-            text = self._log.path.read_text(errors="replace")[-200_000:]
-            told = f": {error}" if (error := progress.last_error(text)) else ""
+        if code := self.process.returncode:
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-            raise StageFailed(f"verl {how} after step {self._steps(self.step)}{told}", hint=self._see_log())
+            raise self._failed(f"verl {how}")
         newest = self.saves.mend()
         if newest < self.target:
             of = f"of {self._steps(self.target)} steps"
@@ -212,8 +209,8 @@ class _Run:
     def _check_alive(self) -> None:
         limit = self.spec.workers["stall_timeout_s"]
         idle = self._alive.idle_s()
-        if lost := self._alive.lost_head(HEAD_S):
-            raise StageFailed(f"Ray's {lost} ended after step {self._steps(self.step)}", hint=self._see_log())
+        if self.saved < self.target and (lost := self._alive.lost_head(HEAD_S)):
+            raise self._failed(f"Ray's {lost} ended")
         if idle < limit:
             return
         told = dump_stacks(self.tree, self.spec.workers["python"], self.tree.attempt / "stacks.txt")
@@ -222,6 +219,13 @@ class _Run:
             f"{idle:.0f} s (workers.verl.stall_timeout_s: {limit:g})",
             hint=f"{told}; {self._see_log()}",
         )
+
+    def _failed(self, what: str) -> StageFailed:
+        with self._log.path.open("rb") as log:
+            log.seek(max(0, log.seek(0, 2) - 200_000))
+            error = progress.last_error(log.read().decode(errors="replace"))
+        told = f": {error}" if error else ""
+        return StageFailed(f"{what} after step {self._steps(self.step)}{told}", hint=self._see_log())
 
     def _steps(self, step: int) -> int:
         """In optimizer steps."""
