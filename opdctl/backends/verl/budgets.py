@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from opdctl.engine.loop import role
 from opdctl.engine.rows import Mixer, Renderer, Row
 from opdctl.engine.sampling import Completions, Generate, sample
 from opdctl.engine.weights import weight_files
-from opdctl.settings import EvalSettings, NewModel, RlvrSettings
+from opdctl.settings import NewModel, RlvrSettings
 from opdctl.workers import VerlResources, VllmResources
 
 OWN_ENGINE_BYTES = 64 * 2**20  # weights of a model that is asked faster here than vLLM starts
@@ -60,20 +59,10 @@ def _asked(
         tokens = rollout.max_prompt_tokens + rollout.max_completion_tokens
         yield partial(sample, policy), max(1, int(spec.resources["micro_batch_tokens"]) // tokens)
         return
-    with Offline(_for_vllm(spec, settings), control).open(given) as candidate:
-        yield candidate.generate, candidate.batch
-
-
-def _for_vllm(spec: StageSpec, settings: RlvrSettings) -> StageSpec:
-    """The stage as one that only draws."""
     verl = VerlResources.model_validate(spec.resources["verl"])
-    vllm = VllmResources(tensor_parallel=verl.rollout_tensor_parallel, max_num_seqs=verl.max_num_seqs)
-    config = EvalSettings(data=settings.data, rollout=settings.rollout)
-    return replace(
-        spec,
-        config=config.model_dump(mode="json"),
-        resources={**spec.resources, "vllm": vllm.model_dump(mode="json")},
-    )
+    resources = VllmResources(tensor_parallel=verl.rollout_tensor_parallel, max_num_seqs=verl.max_num_seqs)
+    with Offline(spec, control, settings.rollout, resources) as vllm, vllm.open(given) as candidate:
+        yield candidate.generate, candidate.batch
 
 
 class _Early:

@@ -8,6 +8,7 @@ from typing import Any
 
 from opdctl.backends.contract import Control, StageResult, StageSpec
 from opdctl.settings import EvalSettings
+from opdctl.workers import VllmResources
 
 REVISION = "vllm-1"
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vLLM 0.28: cpu_attn.get_supported_head_sizes
@@ -31,7 +32,8 @@ def run(spec: StageSpec, control: Control) -> StageResult:
     from opdctl.backends.vllm.offline import Offline
     from opdctl.engine.eval import run
 
-    with Offline(spec, control) as vllm:
+    rollout = EvalSettings.model_validate(spec.config).rollout
+    with Offline(spec, control, rollout, VllmResources.model_validate(spec.resources["vllm"])) as vllm:
         return run(spec, control, vllm.open)
 
 

@@ -21,7 +21,7 @@ from opdctl.engine.rows import Renderer, stream_seed
 from opdctl.engine.sampling import Completions
 from opdctl.errors import StageFailed, StageRefused
 from opdctl.processes import Tree, guarded
-from opdctl.settings import EvalSettings, NewModel
+from opdctl.settings import NewModel, Rollout
 from opdctl.workers import VllmResources
 
 PROGRAM = Path(__file__).with_name("worker.py")
@@ -39,11 +39,13 @@ CPU_ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # stages side by side
 
 
 class Offline:
-    """Opens the models of a stage, one at a time. Use as a context manager: at the end no process and file is left."""
+    """Opens the models of a stage, one at a time. Use as a context manager: at the end no process and file is left.
 
-    def __init__(self, spec: StageSpec, control: Control) -> None:
-        self.spec, self.control = spec, control
-        self.rollout = EvalSettings.model_validate(spec.config).rollout
+    `spec.workers` has `python`, `device` and `stall_timeout_s`.
+    """
+
+    def __init__(self, spec: StageSpec, control: Control, rollout: Rollout, resources: VllmResources) -> None:
+        self.spec, self.control, self.rollout, self.resources = spec, control, rollout, resources
         self._open = ExitStack()
         self._loaded: tuple[str, Engine, Renderer] | None = None  # by the model's path
 
@@ -84,7 +86,6 @@ class Offline:
     def _arguments(self, folder: str) -> dict[str, Any]:
         """vLLM's EngineArgs."""
         config = read_config(folder) or {}
-        resources = VllmResources.model_validate(self.spec.resources["vllm"])
         wanted = self.rollout.max_prompt_tokens + self.rollout.max_completion_tokens
         arguments = {
             "model": folder,
@@ -94,7 +95,7 @@ class Offline:
             # "auto" would make a float32 checkpoint one of 16 bits
             "dtype": config.get("dtype") or config.get("torch_dtype") or "float32",
             "max_model_len": min(wanted, config.get("max_position_embeddings") or wanted),
-            "max_num_seqs": resources.max_num_seqs,
+            "max_num_seqs": self.resources.max_num_seqs,
             "seed": 0,  # every request has its own
             "logprobs_mode": "processed_logprobs",  # of the distribution that is drawn from
             "disable_log_stats": True,
@@ -102,8 +103,8 @@ class Offline:
         if self.spec.workers["device"] == "cpu":
             return arguments | {"enforce_eager": True, "kv_cache_memory_bytes": CPU_KV_CACHE}
         return arguments | {
-            "tensor_parallel_size": resources.tensor_parallel,
-            "gpu_memory_utilization": resources.memory,
+            "tensor_parallel_size": self.resources.tensor_parallel,
+            "gpu_memory_utilization": self.resources.memory,
         }
 
 

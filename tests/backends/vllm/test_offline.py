@@ -14,6 +14,7 @@ from opdctl.backends import vllm
 from opdctl.backends.contract import InputSpec, Stopped
 from opdctl.backends.vllm import offline
 from opdctl.errors import StageFailed, StageRefused
+from opdctl.settings import Rollout
 from opdctl.workers import VllmResources, VllmWorkers
 
 STAND_IN = Path(__file__).with_name("stand_in.py")
@@ -116,8 +117,8 @@ def test_a_stopped_stage_keeps_what_is_scored(tmp_path):
 
 def made(folder):
     """A model's folder, by the way that the backend makes one."""
-    vllm_offline = offline.Offline(exam(folder / "maker"), Recorder())
-    return vllm_offline._made(folder / "model")
+    rollout = Rollout.model_validate(ROLLOUT)
+    return offline.Offline(exam(folder / "maker"), Recorder(), rollout, VllmResources())._made(folder / "model")
 
 
 @pytest.mark.parametrize(

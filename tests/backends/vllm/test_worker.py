@@ -79,6 +79,11 @@ def exam(folder, model, backend, **rollout):
     return replace(spec, workers=workers, resources={**spec.resources, "vllm": VllmResources().model_dump()})
 
 
+def opened(spec):
+    rollout = EvalSettings.model_validate(spec.config).rollout
+    return offline.Offline(spec, stages.Recorder(), rollout, VllmResources())
+
+
 @pytest.fixture(scope="module")
 def prompts(model, tmp_path_factory):
     """Token ids of two prompts of every cell, and two that no task asks, of other lengths."""
@@ -92,7 +97,7 @@ def prompts(model, tmp_path_factory):
 def served(model, tmp_path_factory):
     """vLLM with the model loaded, and what the embedded engine makes of it."""
     spec = exam(tmp_path_factory.mktemp("vllm") / "served", model, "vllm")
-    with offline.Offline(spec, stages.Recorder()) as vllm_offline, vllm_offline.open(spec.inputs[0]) as candidate:
+    with opened(spec) as vllm_offline, vllm_offline.open(spec.inputs[0]) as candidate:
         yield candidate.generate, load_policy(model)
 
 
@@ -151,7 +156,7 @@ def test_three_engines_agree_on_the_log_probabilities_of_the_same_tokens(model, 
     sequences = [[*prompts[i // 8], *tokens] for i, tokens in enumerate(ours.completions)]
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     spec = exam(tmp_path / "score", model, "vllm")
-    arguments = offline.Offline(spec, stages.Recorder())._arguments(str(model)) | {"logprobs_mode": "raw_logprobs"}
+    arguments = opened(spec)._arguments(str(model)) | {"logprobs_mode": "raw_logprobs"}
     told = subprocess.run(
         [str(PYTHON), "-P", "-c", SCORE, json.dumps(arguments), json.dumps(sequences)],
         env={
