@@ -213,7 +213,8 @@ class _Execution:
         ended = supervisor.wait(POLL_S)
         for worker in (*ended, *supervisor.workers.values()):
             for event in worker.events():
-                self._check_resumed(self._work[worker.stage], worker, event.step)
+                if event.phase == "train":  # preparations count no steps
+                    self._check_resumed(self._work[worker.stage], worker, event.step)
                 self._reporter.progress(worker.stage, event)
         for worker in ended:
             self._pool.give_back(self._leases.pop(worker.stage))

@@ -7,7 +7,7 @@ Nothing of verl is imported for it: each part waits until verl has imported what
 import os
 from types import ModuleType
 
-from opdctl.backends.verl.plugin import metrics, reading
+from opdctl.backends.verl.plugin import metrics, reading, sockets
 from opdctl.backends.verl.plugin.imports import when_imported
 
 
@@ -42,6 +42,7 @@ when_imported("verl.trainer.ppo.core_algos", _add_advantages)
 
 metrics.install()
 reading.install()
+sockets.install()
 if os.environ.get("VERL_PLATFORM") == "cpu":
     from opdctl.backends.verl.plugin import cpu
 
