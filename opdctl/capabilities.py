@@ -7,21 +7,20 @@ from collections.abc import Iterator, Sequence
 
 from opdctl.references import Input, Problem
 from opdctl.settings import (
+    AnyStage,
     EvalStage,
     FullVocabOpd,
+    MergeStage,
     NewModel,
     OpdSettings,
-    OpdStage,
     PipelineSettings,
     RlvrSettings,
-    RlvrStage,
+    SampleStage,
     SftSettings,
-    SftStage,
     TopKOpd,
 )
 from opdctl.workers import VerlResources, VerlWorkers
 
-AnyStage = SftStage | RlvrStage | OpdStage | EvalStage
 Trained = SftSettings | RlvrSettings | OpdSettings
 
 
@@ -30,15 +29,20 @@ def missing(settings: AnyStage, inputs: Sequence[Input], pipeline: PipelineSetti
     match settings.backend:
         case "verl":
             yield from _verl(settings, inputs, pipeline)
-        case "vllm" if not isinstance(settings, EvalStage):
+        case "vllm" if isinstance(settings, MergeStage):
+            yield "backend", "vllm generates only: kind merge needs backend: embedded"
+        case "vllm" if not isinstance(settings, EvalStage | SampleStage):
             yield "backend", f"vllm generates only: kind {settings.kind} needs backend: embedded or verl"
     if settings.verl and settings.backend != "verl":
         yield "verl", f"raw overrides are for backend: verl, and this stage has backend: {settings.backend}"
 
 
 def _verl(settings: AnyStage, inputs: Sequence[Input], pipeline: PipelineSettings) -> Iterator[Problem]:
-    if isinstance(settings, EvalStage):
-        yield "backend", "verl trains only: kind eval needs backend: vllm or embedded"
+    if isinstance(settings, MergeStage):
+        yield "backend", "verl trains only: kind merge needs backend: embedded"
+        return
+    if isinstance(settings, EvalStage | SampleStage):
+        yield "backend", f"verl trains only: kind {settings.kind} needs backend: vllm or embedded"
         return
     config, resources = settings.config, settings.resources.verl
     yield from _precision(config, resources)

@@ -1,29 +1,38 @@
 """What can be known before launch about a stage whose keys are all valid: do its numbers, names and inputs agree?"""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from opdctl import capabilities
+from opdctl.merging import WITHOUT_BASE, ConvexMerge, MergeSettings, SceMerge
 from opdctl.references import Input, Problem, near_miss
 from opdctl.settings import (
+    AnyStage,
     Budget,
     ChainTask,
     EvalSettings,
     EvalStage,
+    Mixture,
     NewModel,
     OpdSettings,
     OpdStage,
     PipelineSettings,
     RlvrSettings,
-    RlvrStage,
     Rollout,
-    SftStage,
+    SampleSettings,
+    SampleStage,
+    SftSettings,
     TopKOpd,
     Train,
 )
 
-AnyStage = SftStage | RlvrStage | OpdStage | EvalStage
+CONVEX_TOLERANCE = 1e-6  # a third is 0.333333 to most writers
 STATIC_COLUMNS = ("domain", "effort")  # of every row; known before any row is read
+
+
+def mixture(settings: AnyStage) -> Mixture | None:
+    """What the stage reads of the tasks; None for a merge."""
+    return None if isinstance(settings.config, MergeSettings) else settings.config.data
 
 
 def route_columns(settings: AnyStage, pipeline: PipelineSettings) -> list[str]:
@@ -50,10 +59,48 @@ def check_stage(settings: AnyStage, inputs: Sequence[Input], pipeline: PipelineS
         yield from _file_column_names(settings, pipeline)
     if isinstance(config, EvalSettings):
         yield from _eval(config, inputs, pipeline)
+    if isinstance(config, MergeSettings):
+        yield from _merge(config, inputs)
+    if isinstance(config, SampleSettings) and config.per_prompt > config.rollout.group_size:
+        yield (
+            "config.per_prompt",
+            f"{config.per_prompt} answers of a prompt need as many tries: rollout.group_size is "
+            f"{config.rollout.group_size}",
+        )
+
+
+def check_sources(settings: AnyStage, inputs: Sequence[Input], stages: Mapping[str, AnyStage]) -> Iterator[Problem]:
+    """Do the stages that it reads publish what the role wants, a model or data? `stages`: those that are valid."""
+    sampled: list[Mixture] = []
+    for given in inputs:
+        source = stages.get(given.target) if given.kind == "stage" else None
+        if given.role == "data" and given.kind != "stage":
+            yield "inputs.data", f"'{given.ref}' is no stage: rows of files are tasks, to be named in config.data.tasks"
+        elif given.role == "data" and isinstance(source, SampleStage):
+            sampled.append(source.config.data)
+        elif given.role == "data" and source is not None:
+            yield "inputs.data", f"'{given.target}' is of kind {source.kind}; kind sample publishes data"
+        elif source is not None and source.kind in ("eval", "sample"):
+            yield f"inputs.{given.role}", f"'{given.target}' is of kind {source.kind}, which publishes no model"
+    if sampled and isinstance(settings.config, SftSettings):
+        yield from _sampled(settings.config.data, sampled)
+
+
+def _sampled(wanted: Mixture, given: Sequence[Mixture]) -> Iterator[Problem]:
+    """Every task, at every effort, has to be sampled by some stage."""
+    there = {(task, effort) for data in given for task in data.tasks for effort in data.efforts or [""]}
+    for task in dict.fromkeys(wanted.tasks):
+        efforts = [effort for own, effort in there if own == task]
+        if not efforts:
+            yield "inputs.data", f"no stage samples task '{task}' of config.data.tasks"
+        elif bare := [effort for effort in dict.fromkeys(wanted.efforts) if effort not in efforts]:
+            yield "inputs.data", f"no stage samples task '{task}' at effort {', '.join(bare)} of config.data.efforts"
 
 
 def _data(settings: AnyStage, pipeline: PipelineSettings) -> Iterator[Problem]:
-    data = settings.config.data
+    data = mixture(settings)
+    if data is None:
+        return
     for name in dict.fromkeys(data.tasks):
         if name not in pipeline.tasks:
             yield "config.data.tasks", f"no task is called '{name}'" + near_miss(name, pipeline.tasks, "tasks")
@@ -136,6 +183,12 @@ def _roles(settings: AnyStage, inputs: Sequence[Input]) -> Iterator[Problem]:
                 useless["budget"] = "config.within is not set"
             elif "models" in roles:
                 required["budget"] = "config.within is set, and there is no `before` to stand in"
+        case MergeSettings():
+            required["models"] = ""
+            why = f"config.merge.method is {config.merge.method}"
+            (useless if isinstance(config.merge, WITHOUT_BASE) else required)["base"] = why
+        case SampleSettings():
+            required["model"] = ""
         case _:
             required["init"] = ""
     for role, why in required.items():
@@ -166,6 +219,18 @@ def _rlvr(config: RlvrSettings, pipeline: PipelineSettings) -> Iterator[Problem]
         yield "config.rollout.group_size", "1, but an advantage compares the completions of a group: give 2 or more"
     if config.effort is not None:
         yield from _budget("config.effort.budget", config.effort.budget, pipeline)
+
+
+def _merge(config: MergeSettings, inputs: Sequence[Input]) -> Iterator[Problem]:
+    weights = [given.weight for given in inputs if given.role == "models"]
+    if isinstance(config.merge, ConvexMerge) and abs(sum(weights) - 1) > CONVEX_TOLERANCE:
+        listed = " + ".join(f"{weight:g}" for weight in weights)
+        yield "inputs.models", f"method convex needs weights that sum to 1, and {listed} is {sum(weights):g}"
+    if isinstance(config.merge, SceMerge):
+        if len(weights) < 2:
+            yield "inputs.models", "method sce compares models: give 2 or more"
+        if any(weight != 1 for weight in weights):
+            yield "inputs.models", "method sce weighs the models itself: leave their weights out"
 
 
 def _batches(rollout: Rollout, train: Train) -> Iterator[Problem]:
@@ -262,7 +327,8 @@ def _row(columns: Sequence[str], key: Sequence[str]) -> str:
 
 
 def _file_columns(settings: AnyStage, pipeline: PipelineSettings) -> list[str]:
-    named = [pipeline.tasks.get(name) for name in settings.config.data.tasks]
+    data = mixture(settings)
+    named = [pipeline.tasks.get(name) for name in (data.tasks if data else ())]
     return list(dict.fromkeys(column for task in named for column in getattr(task, "columns", [])))
 
 
@@ -280,8 +346,8 @@ def _file_column_names(settings: OpdStage | AnyStage, pipeline: PipelineSettings
 
 def used_efforts(settings: AnyStage) -> list[str]:
     """Effort levels that the stage's result depends on."""
-    config = settings.config
-    used = list(config.data.efforts)
+    config, data = settings.config, mixture(settings)
+    used = list(data.efforts) if data else []
     if isinstance(config, RlvrSettings) and config.effort:
         used.append(config.effort.budget.effort)
     if isinstance(config, EvalSettings) and config.within:

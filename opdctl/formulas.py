@@ -1,8 +1,21 @@
-"""What a stage minimises, in words for `opdctl plan`: formula, KL direction, support, clip, aggregation.
+"""What a stage minimises, in words for `opdctl plan`: formula, KL direction, support, clip, aggregation. Of a merge,
+how it computes.
 
-The computations are in `opdctl/engine/losses.py`, `vocab.py` and `advantages.py`.
+The computations are in `opdctl/engine/losses.py`, `vocab.py`, `advantages.py` and `merge_methods.py`.
 """
 
+from collections.abc import Sequence
+
+from opdctl.merging import (
+    ConvexMerge,
+    DareMerge,
+    LinearMerge,
+    LongcatFusionMerge,
+    MergeSettings,
+    SceMerge,
+    TaskArithmeticMerge,
+    TiesMerge,
+)
 from opdctl.settings import EffortBudget, FullVocabOpd, OpdSettings, PolicyGradientOpd, RlvrSettings
 
 _ADVANTAGE = {
@@ -64,6 +77,43 @@ def describe_opd(settings: OpdSettings) -> str:
         f"reverse KL(pi || pi_T) on the student's rollouts, support: {support}; "
         f"teacher by {', '.join(settings.route_by)}"
     )
+
+
+def describe_merge(settings: MergeSettings, weights: Sequence[float]) -> str:
+    """Two lines of plain text. theta_i: merged models; theta_0: the base; t_i = theta_i - theta_0."""
+    scale = getattr(settings.merge, "scale", 0.0)
+    sum_of = f"theta_0 + {scale:g} sum w_i t'_i"
+    agreeing = "a_i: t'_i has the sign of sum w_i t'_i"
+    match settings.merge:
+        case LinearMerge():
+            formula = "sum w_i theta_i / sum w_i"
+        case ConvexMerge():
+            formula = "sum w_i theta_i, sum w_i = 1"
+        case TaskArithmeticMerge():
+            formula = f"theta_0 + {scale:g} sum w_i t_i"
+        case TiesMerge(density=density):
+            formula = f"{sum_of} a_i / sum w_i a_i; t'_i: largest {density:.4g} of t_i; {agreeing}"
+        case DareMerge(sign="ties") as given:
+            formula = f"{sum_of} a_i / sum w_i a_i; t'_i: {_dropped(given.drop_rate, given.rescale)}; {agreeing}"
+        case DareMerge() as given:
+            formula = f"{sum_of}; t'_i: {_dropped(given.drop_rate, given.rescale)}"
+        case SceMerge(select=select):
+            formula = (
+                f"theta_0 + sum e_i t'_i a_i / sum e_i a_i; t'_i: t_i at the largest {select:.4g} of variances; "
+                "e_i: mean t'_i^2 / sum; a_i: t'_i has the sign of sum t'_i"
+            )
+        case LongcatFusionMerge() as given:
+            divisor = " / sum w_i a_i" if given.combine == "mean" else ""
+            formula = (
+                f"{sum_of} a_i{divisor}; t'_i: {given.norm} of the {given.scope}'s t_i made equal, "
+                f"{_dropped(given.drop_rate, given.rescale)}; {agreeing}"
+            )
+    listed = ", ".join(f"{weight:g}" for weight in weights)
+    return f"{formula}\nw = {listed}; computed in float32, published in {settings.precision}"
+
+
+def _dropped(rate: float, rescale: bool) -> str:
+    return f"dropped at random with p = {rate:g}" + (", the rest / (1 - p)" if rescale else "")
 
 
 def _tau(effort: EffortBudget) -> str:

@@ -9,26 +9,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from opdctl.checks import AnyStage, check_stage, computed_gpus, route_columns, used_efforts
+from opdctl.checks import check_sources, check_stage, computed_gpus, mixture, route_columns, used_efforts
 from opdctl.errors import ConfigError
 from opdctl.references import Addresses, Input, Problem, Resolver, address, check_foreach, fan_out, near_miss, select
-from opdctl.settings import (
-    NAME_PATTERN,
-    EvalStage,
-    FileTask,
-    Foreach,
-    OpdStage,
-    PipelineSettings,
-    RlvrStage,
-    SftStage,
-)
+from opdctl.settings import NAME_PATTERN, AnyStage, FileTask, Foreach, PipelineSettings
 from opdctl.validation import BROKEN, REQUIRED, validate
 
 __all__ = ["Input", "InstanceOverride", "Pipeline", "Stage", "expand", "fingerprint", "identity", "marker", "select"]
 
-KINDS: Mapping[str, type[AnyStage]] = {"sft": SftStage, "rlvr": RlvrStage, "opd": OpdStage, "eval": EvalStage}
+KINDS: Mapping[str, type[AnyStage]] = {
+    get_args(kind.model_fields["kind"].annotation)[0]: kind for kind in get_args(AnyStage)
+}
 Late = Callable[[Mapping[str, Any]], Any]  # a value that has to be looked up for each instance; raises ConfigError
 _MARKER = re.compile(r"\x00each\.([^\x00]+)\x00")
 
@@ -277,6 +270,7 @@ def _connect(drafts: Sequence[_Draft], addresses: Addresses, settings: PipelineS
     labels = {draft.name: draft.labels for draft in drafts}
     resolver = Resolver(settings.model, addresses, labels, frozenset(found.unknown))
     invalid = {draft.name for draft in drafts if draft.settings is None}
+    sources = {draft.name: draft.settings for draft in drafts if draft.settings is not None}
     for draft in drafts:
         if draft.settings is None:
             continue
@@ -285,6 +279,7 @@ def _connect(drafts: Sequence[_Draft], addresses: Addresses, settings: PipelineS
         found.add_all(draft, defects)
         if not defects and not found.unknown and not invalid & {given.target for given in draft.inputs}:
             found.add_all(draft, check_stage(draft.settings, draft.inputs, settings))
+            found.add_all(draft, check_sources(draft.settings, draft.inputs, sources))
     graph = {draft.name: {given.target for given in draft.inputs if given.kind == "stage"} for draft in drafts}
     for name in [name for name, reads in graph.items() if name in reads]:
         found.add(f"stages.{name}.inputs: the stage reads itself")
@@ -318,7 +313,8 @@ def _order(stages: Mapping[str, Stage]) -> Iterator[str]:
 def _stage(draft: _Draft, settings: PipelineSettings) -> Stage:
     assert draft.settings is not None
     own = draft.settings
-    tasks = {name: settings.tasks[name] for name in dict.fromkeys(own.config.data.tasks)}
+    data = mixture(own)
+    tasks = {name: settings.tasks[name] for name in dict.fromkeys(data.tasks if data else ())}
     seed = own.seed if own.seed is not None else settings.seed
     resources = own.resources.model_copy(update={"gpus": computed_gpus(own, draft.inputs, settings)})
     filled = own.model_copy(update={"tasks": tasks, "efforts": settings.efforts, "resources": resources})
@@ -339,7 +335,7 @@ def identity(stage: Stage, inputs: Mapping[str, Any], data: Mapping[str, Any], r
     `revision` is the backend's. Paths, resources, names for display and save intervals are left out.
     """
     config = stage.settings.config.model_dump(mode="json")
-    config.get("train", {}).pop("save_every", None)
+    config.get("train", config).pop("save_every", None)
     payload: dict[str, Any] = {
         "kind": stage.settings.kind,
         "backend": stage.settings.backend,
@@ -371,6 +367,8 @@ def _inputs_identity(stage: Stage, inputs: Mapping[str, Any]) -> dict[str, Any]:
         entry = {"model": inputs[given.ref]}
         if given.role == "teachers":
             entry |= {"route": dict(given.route), "weight": given.weight}
+        elif stage.settings.kind == "merge" and given.role == "models":
+            entry["weight"] = given.weight
         roles.setdefault(given.role, []).append(entry)
     return dict(roles)
 

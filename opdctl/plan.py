@@ -8,10 +8,11 @@ from typing import Any
 
 from opdctl.backends import BACKENDS
 from opdctl.errors import ConfigError
-from opdctl.formulas import describe_opd, describe_rlvr
+from opdctl.formulas import describe_merge, describe_opd, describe_rlvr
+from opdctl.merging import MergeSettings
 from opdctl.pipeline import Pipeline, Stage, fingerprint, identity
 from opdctl.references import Addresses
-from opdctl.settings import FileTask, OpdSettings, RlvrSettings, SftSettings
+from opdctl.settings import FileTask, OpdSettings, RlvrSettings, SampleSettings, SftSettings
 from opdctl.store import Parent, Record, RunDir, StageDir
 
 SHOWN = 4  # differences named in one reason
@@ -35,7 +36,7 @@ class PlannedStage:
     parents: tuple[Parent, ...]  # record ids of parents that are still to run: None
     resume_step: int | None  # that a resumed stage goes on from, where its backend says so
     total_steps: int
-    formula: str  # what RL and OPD stages minimise; else ""
+    formula: str  # what RL and OPD stages minimise, and how a merge computes; else ""
     reuse_from: StageDir | None = None  # REUSE of a checkpoint that is not in force here yet: link it
 
 
@@ -193,8 +194,8 @@ class _Planner:
         step = directory.state_step()
         at = f"at step {step}" if step is not None else "in part"
         differences = list(changes(before, draft.identity))
-        if differences and draft.stage.settings.kind == "eval":
-            return None  # what is dropped are a few scores
+        if differences and draft.stage.settings.kind in ("eval", "merge"):
+            return None  # what is dropped are a few scores, or nothing
         if differences and not _only_longer(draft, differences, step):
             told = "; ".join(_told(differences)) or "those of a stage that it reads"
             return (
@@ -267,6 +268,8 @@ def _total_steps(stage: Stage) -> int:
     config = stage.settings.config
     if isinstance(config, SftSettings | RlvrSettings | OpdSettings):
         return config.train.max_steps
+    if isinstance(config, SampleSettings):
+        return config.rollout.prompts * len(config.data.tasks) * max(1, len(config.data.efforts))
     return sum(given.role != "budget" for given in stage.inputs)
 
 
@@ -274,4 +277,6 @@ def _formula(stage: Stage) -> str:
     config = stage.settings.config
     if isinstance(config, RlvrSettings):
         return describe_rlvr(config)
+    if isinstance(config, MergeSettings):
+        return describe_merge(config, [given.weight for given in stage.inputs if given.role == "models"])
     return describe_opd(config) if isinstance(config, OpdSettings) else ""

@@ -18,12 +18,16 @@ ONE: Mapping[str, tuple[str, ...]] = {
     "rlvr": ("init", "reference", "budget"),
     "opd": ("student",),
     "eval": ("before", "budget"),
+    "merge": ("base",),
+    "sample": ("model",),
 }
 MANY: Mapping[str, tuple[str, ...]] = {
-    "sft": (),
+    "sft": ("data",),
     "rlvr": (),
     "opd": ("teachers",),
     "eval": ("models", "teachers", "after"),
+    "merge": ("models",),
+    "sample": (),
 }
 FORMS = "stage:NAME, stage:NAME[axis=value], stage:NAME[*] (lists only), model:, path:DIR or hf:REPO@REVISION"
 

@@ -263,7 +263,7 @@ class _Execution:
     def _end(self, item: PlannedStage, worker: Worker) -> None:
         stage, attempt = self._run.stage(worker.stage), worker.attempt
         try:
-            target = 1 if item.stage.settings.kind == "eval" else item.stage.settings.config.train.max_steps
+            target = 1 if item.stage.settings.kind == "eval" else item.total_steps
             if worker.stage in self._restarted:
                 raise StageFailed(
                     f"it should have gone on from step {item.resume_step}, and reported step "

@@ -9,9 +9,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from opdctl.fields import NAME_PATTERN, AxisValue, Count, Fraction, Name, NonNegative, Positive, Seed, Settings
-from opdctl.workers import VerlResources, VllmResources, Workers
+from opdctl.merging import MergeSettings
+from opdctl.workers import Machine, Resources, Workers
 
-__all__ = ["NAME_PATTERN", "AxisValue", "Settings"]  # and every class below
+__all__ = ["NAME_PATTERN", "AxisValue", "Machine", "MergeSettings", "Resources", "Settings"]  # and every class below
 
 # ---------------------------------------------------------------------------------------------- model and tasks
 
@@ -244,7 +245,7 @@ class EvalBudget(Settings):
 
 
 class SftSettings(Settings):
-    data: Mixture
+    data: Mixture  # of the tasks' own demonstrations, or of what the stages of the input role `data` sampled
     train: Train
     max_tokens: Count = 4096  # prompt and completion; a longer example is refused, never cut
 
@@ -283,29 +284,21 @@ class EvalSettings(Settings):
     seed: Seed = 99  # of the held-out prompts: the same for every seed of the recipe
 
 
+class SampleSettings(Settings):
+    """A model's answers to training prompts as demonstrations for SFT stages (their input role `data`)."""
+
+    data: Mixture
+    rollout: Rollout  # `prompts`: per task and effort; `group_size`: tries per prompt
+    keep: Literal["correct", "all"] = "correct"  # of the answers that end; those cut short are never kept
+    per_prompt: Count = 1  # answers kept of a prompt at most, the first ones
+    save_every: Count = 256  # prompts between two saves of the recovery state
+
+
 # ---------------------------------------------------------------------------------------------- stages and pipeline
 
 
-class Resources(Settings):
-    """What a stage takes from `machine` while it runs, and how it uses it. Never part of its identity."""
-
-    slots: Annotated[int, Field(ge=0)] = 1
-    cpus: Count = 1  # also the number of threads
-    gpus: Annotated[int, Field(ge=0)] = 0
-    micro_batch_tokens: Count = 16_384  # tokens of one forward and backward pass
-    resident_teachers: Count = 2  # opd: teachers in memory at once
-    verl: VerlResources = VerlResources()  # read by stages with backend: verl
-    vllm: VllmResources = VllmResources()  # read by stages with backend: vllm
-
-
-class Machine(Settings):
-    slots: Count = 1
-    cpus: Count = 1
-    gpus: Annotated[int, Field(ge=0)] = 0
-
-
 class WeightedInput(Settings):
-    """A teacher or evaluated model with more than a reference."""
+    """A teacher, or an evaluated or merged model, with more than a reference."""
 
     ref: str
     route: dict[str, str] = {}  # values of the `route_by` columns; from the stage's labels where absent
@@ -360,7 +353,18 @@ class EvalStage(_Stage):
     config: EvalSettings
 
 
-StageSettings = Annotated[SftStage | RlvrStage | OpdStage | EvalStage, Field(discriminator="kind")]
+class MergeStage(_Stage):
+    kind: Literal["merge"]
+    config: MergeSettings
+
+
+class SampleStage(_Stage):
+    kind: Literal["sample"]
+    config: SampleSettings
+
+
+AnyStage = SftStage | RlvrStage | OpdStage | EvalStage | MergeStage | SampleStage
+StageSettings = Annotated[AnyStage, Field(discriminator="kind")]
 
 
 class Tracking(Settings):

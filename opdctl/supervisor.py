@@ -47,7 +47,15 @@ FULL_BYTES = 1 << 20  # a disk with less left counts as full
 RUN_AGAIN = "run again to go on from the last saved step"
 FULL_DISK = "the disk is full: free space, or move the workspace; then " + RUN_AGAIN
 WEIGHTS = ("config.json", "*.safetensors")
-OWED = {"sft": WEIGHTS, "rlvr": WEIGHTS, "opd": WEIGHTS, "eval": ("report.json",)}  # kind -> what it has to publish
+OWED = {  # kind -> what it has to publish
+    "sft": WEIGHTS,
+    "rlvr": WEIGHTS,
+    "opd": WEIGHTS,
+    "eval": ("report.json",),
+    "merge": WEIGHTS,
+    "sample": ("data.jsonl", "report.json"),
+}
+STEPS = {"eval": "models scored", "merge": "models merged", "sample": "prompts"}  # kind -> what its steps are
 
 
 class SharedFd:
@@ -187,7 +195,7 @@ def judge(stage: StageDir, worker: Worker, *, kind: str, target: int) -> StageRe
         raise StageFailed("it ended with exit code 0 but left no result", hint=f"the log says more: {attempt.log}")
     result = StageResult(**given)
     if result.step < target:
-        what = "models scored" if kind == "eval" else "steps"
+        what = STEPS.get(kind, "steps")
         raise StageFailed(
             f"it ended with exit code 0 after {result.step} of {target} {what}",
             hint=f"the log says more: {attempt.log}",

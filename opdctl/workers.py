@@ -1,4 +1,4 @@
-"""Where verl and vLLM are installed, and how their stages use the machine. Nothing here enters a stage's identity."""
+"""The machine, what stages take of it, where verl and vLLM are installed. Nothing here enters a stage's identity."""
 
 from typing import Annotated, Literal
 
@@ -56,3 +56,21 @@ class VllmResources(Settings):
     tensor_parallel: Count = 1
     memory: Share = 0.8  # of a GPU
     max_num_seqs: Count = 256
+
+
+class Resources(Settings):
+    """What a stage takes from `machine` while it runs, and how it uses it."""
+
+    slots: Annotated[int, Field(ge=0)] = 1
+    cpus: Count = 1  # also the number of threads
+    gpus: Annotated[int, Field(ge=0)] = 0
+    micro_batch_tokens: Count = 16_384  # tokens of one forward and backward pass
+    resident_teachers: Count = 2  # opd: teachers in memory at once
+    verl: VerlResources = VerlResources()  # read by stages with backend: verl
+    vllm: VllmResources = VllmResources()  # read by stages with backend: vllm
+
+
+class Machine(Settings):
+    slots: Count = 1
+    cpus: Count = 1
+    gpus: Annotated[int, Field(ge=0)] = 0

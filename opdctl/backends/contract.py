@@ -14,9 +14,9 @@ EXIT_STOPPED = 75  # EX_TEMPFAIL: the stage stopped because it was asked to; its
 class InputSpec:
     """A model that a stage reads."""
 
-    role: str  # init, reference, budget, student, teachers, before, after, models
+    role: str  # init, reference, budget, student, teachers, before, after, models, base, model, data
     label: str  # how tables and messages call it: the producing stage's address, or the reference
-    path: str  # a folder in Hugging Face format; empty: a new model made from `StageSpec.new_model`
+    path: str  # a folder in Hugging Face format (role data: of a sample stage); empty: a new model, `new_model`
     route: Mapping[str, str] = field(default_factory=dict)
     weight: float = 1.0
 
@@ -56,7 +56,7 @@ class Event:
 
 @dataclass(frozen=True)
 class StageResult:
-    step: int  # optimizer steps done in all; for eval the number of models scored
+    step: int  # optimizer steps done in all; models scored (eval) or merged, prompts asked (sample)
     metrics: Mapping[str, float]  # final ones, for tables and the record
 
 

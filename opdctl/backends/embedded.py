@@ -12,6 +12,8 @@ KINDS = {
     "rlvr": "opdctl.engine.rlvr",
     "opd": "opdctl.engine.opd",
     "eval": "opdctl.engine.eval",
+    "merge": "opdctl.engine.merge",
+    "sample": "opdctl.engine.sample",
 }
 
 

@@ -53,8 +53,10 @@ def export(
 
     run = find_run(workspace, run_name)
     source, record = finished_stage(run, stage)
-    if record.kind == "eval":
-        raise ConfigError(f"stage {stage} evaluates models and has none of its own", hint="export one that trains")
+    if record.kind in ("eval", "sample"):
+        raise ConfigError(
+            f"stage {stage} is of kind {record.kind} and has no model of its own", hint="export one that trains"
+        )
     from opdctl.engine.export import export_model
 
     tokens = export_model(source.checkpoint, record.files, folder.absolute())

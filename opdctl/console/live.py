@@ -17,7 +17,7 @@ from rich.text import Text
 
 from opdctl.backends.contract import Event
 from opdctl.console import is_live, join, make_console
-from opdctl.console.metrics import clock, duration, key_metrics, throughput
+from opdctl.console.metrics import UNITS, clock, duration, key_metrics, throughput
 
 State = Literal["waiting", "running", "done", "reused", "failed", "skipped"]
 MARKS: Mapping[State, tuple[str, str]] = {
@@ -108,7 +108,7 @@ class Progress:
     def finished(self, stage: str, record: Any) -> None:
         row = self.rows[stage]
         row.state, row.ended = "done", self.time()
-        steps = f"{record.step} {'models' if row.kind == 'eval' else 'steps'} in {duration(row.ended - row.began)}"
+        steps = f"{record.step} {UNITS.get(row.kind, 'steps')} in {duration(row.ended - row.began)}"
         self.changed(row, join(("done", steps, key_metrics(row.kind, record.metrics, 3))))
 
     def failed(self, stage: str, message: str, log_tail: str) -> None:

@@ -8,7 +8,10 @@ KEY_METRICS: Mapping[str, tuple[tuple[str, str], ...]] = {
     "rlvr": (("reward", "reward"), ("length", "len"), ("truncated", "cut")),
     "opd": (("reverse_kl", "rkl"), ("accuracy", "acc"), ("length", "len")),
     "eval": (("accuracy", "acc"), ("within_budget", "within"), ("length", "len")),
+    "merge": (("models", "models"),),
+    "sample": (("accepted", "accepted"), ("kept", "kept"), ("length", "len")),
 }
+UNITS = {"eval": "models", "merge": "models", "sample": "prompts"}  # kind -> what its steps are called; else steps
 THROUGHPUT = "tokens_per_s"
 
 

@@ -102,17 +102,19 @@ def _cells(item: PlannedStage) -> tuple[RenderableType, ...]:
 
 
 def _formulas(stages: Iterable[PlannedStage]) -> list[RenderableType]:
-    """Each loss once, with the stages that minimise it; further lines of the formula by stage where they differ."""
+    """Each loss once, with the stages that minimise it, and each way to merge; further lines of the formula by stage
+    where they differ."""
     everyone = [item.stage.name for item in stages]
     losses: dict[str, dict[str, list[str]]] = {}  # first line -> further lines -> stages
     for item in stages:
         if item.formula:
             first, _, more = item.formula.partition("\n")
+            first = f"{'weights' if item.stage.settings.kind == 'merge' else 'loss'}: {first}"
             losses.setdefault(first, {}).setdefault(more, []).append(item.stage.name)
     lines: list[RenderableType] = []
     for first, further in losses.items():
         users = [name for names in further.values() for name in names]
-        lines += ["", Text(join(_by_base(users, everyone)), style="bold"), _indented(f"loss: {first}")]
+        lines += ["", Text(join(_by_base(users, everyone)), style="bold"), _indented(first)]
         for more, names in further.items():
             owner = f"{join(_by_base(names, everyone))}: " if len(further) > 1 else ""
             lines += [_indented(owner + line) for line in more.splitlines()]

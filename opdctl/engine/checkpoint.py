@@ -18,7 +18,7 @@ from opdctl.errors import OpdctlError
 from opdctl.settings import NewModel
 
 CONFIG = "config.json"
-_TIED = "lm_head.weight"  # of a tied model: some folders hold it as well
+TIED = "lm_head.weight"  # of a tied model: some folders hold it as well
 
 
 def new_policy(new_model: NewModel, seed: int) -> tuple[Qwen3Policy, Tokenizer]:
@@ -46,7 +46,7 @@ def new_policy(new_model: NewModel, seed: int) -> tuple[Qwen3Policy, Tokenizer]:
             if weight.dim() == 1:
                 weight.fill_(1.0)
                 continue
-            deviation = 0.02 if name.endswith(("embed_tokens.weight", _TIED)) else weight.shape[1] ** -0.5
+            deviation = 0.02 if name.endswith(("embed_tokens.weight", TIED)) else weight.shape[1] ** -0.5
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 deviation /= math.sqrt(2 * config.num_hidden_layers)
             weight.copy_(torch.randn(weight.shape, generator=generator) * deviation)
@@ -63,7 +63,7 @@ def load_policy(path: str | Path, *, device: torch.device | str = "cpu", dtype: 
     unexpected, of another shape or not finite, and for a model that needs code of its own or knows no EOS.
     """
     folder = Path(path)
-    config = _load_config(folder)
+    config = load_config(folder)
     weight_files(folder)
     eos_ids, pad_id = _special_ids(folder, config)
     if not exact_for(config):
@@ -72,14 +72,14 @@ def load_policy(path: str | Path, *, device: torch.device | str = "cpu", dtype: 
 
         return CausalLMPolicy(load_network(folder, config, dtype).to(device), eos_ids, pad_id)
     tensors = read_weights(folder)
-    tied = tensors.pop(_TIED, None) if config.tie_word_embeddings else None
+    tied = tensors.pop(TIED, None) if config.tie_word_embeddings else None
     with torch.device("meta"):
         wanted = dict(Qwen3Policy(config, eos_ids, pad_id).named_parameters())
     check_names(tensors, wanted, folder)
     check_finite(tensors, folder)
     if tied is not None and not torch.equal(tied, tensors["model.embed_tokens.weight"]):
         raise OpdctlError(
-            f"{folder}: config.json ties {_TIED} to the embeddings, but the weights hold both and they differ",
+            f"{folder}: config.json ties {TIED} to the embeddings, but the weights hold both and they differ",
             hint="set tie_word_embeddings to false in config.json, if the weights are right",
         )
     policy = Qwen3Policy(config, eos_ids, pad_id)
@@ -90,7 +90,7 @@ def load_policy(path: str | Path, *, device: torch.device | str = "cpu", dtype: 
 def load_vocabulary(path: str | Path) -> tuple[Tokenizer, tuple[int, ...], int]:
     """(tokenizer, EOS ids, number of logits) of a folder, as `load_policy` gives them, without reading its weights."""
     folder = Path(path)
-    config = _load_config(folder)
+    config = load_config(folder)
     return load_tokenizer(folder), _special_ids(folder, config)[0], int(config.vocab_size)
 
 
@@ -100,16 +100,34 @@ def save_policy(policy: Policy, tokenizer: Tokenizer, folder: str | Path, *, dty
     folder.mkdir(parents=True, exist_ok=True)
     state = {name: tensor.to("cpu", dtype).contiguous() for name, tensor in policy.state_dict().items()}
     policy.save_network(state, folder)
-    config = type(policy.config).from_dict(policy.config.to_dict())
+    _save_beside(policy.config, policy.eos_ids, policy.pad_id, tokenizer, folder, dtype)
+
+
+def save_surroundings(source: Path, folder: Path, dtype: torch.dtype) -> None:
+    """All of a folder but the weights, written as `save_policy` writes it, for weights of `dtype`."""
+    config = load_config(source)
+    _save_beside(config, *_special_ids(source, config), load_tokenizer(source), folder, dtype)
+
+
+def _save_beside(
+    config: PreTrainedConfig,
+    eos_ids: tuple[int, ...],
+    pad_id: int,
+    tokenizer: Tokenizer,
+    folder: Path,
+    dtype: torch.dtype,
+) -> None:
+    config = type(config).from_dict(config.to_dict())
     config.dtype = dtype
     config.save_pretrained(folder)
-    eos = list(policy.eos_ids) if len(policy.eos_ids) > 1 else policy.eos_ids[0]
-    generation = GenerationConfig(eos_token_id=eos, pad_token_id=policy.pad_id, bos_token_id=config.bos_token_id)
+    eos = list(eos_ids) if len(eos_ids) > 1 else eos_ids[0]
+    generation = GenerationConfig(eos_token_id=eos, pad_token_id=pad_id, bos_token_id=config.bos_token_id)
     generation.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
-def _load_config(folder: Path) -> PreTrainedConfig:
+def load_config(folder: Path) -> PreTrainedConfig:
+    """Of a folder. Raises OpdctlError where it has none that transformers reads without code from the folder."""
     if not (folder / CONFIG).is_file():
         raise OpdctlError(
             f"{folder}: no {CONFIG}" if folder.is_dir() else f"{folder}: no such folder",
