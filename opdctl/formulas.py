@@ -80,40 +80,43 @@ def describe_opd(settings: OpdSettings) -> str:
 
 
 def describe_merge(settings: MergeSettings, weights: Sequence[float]) -> str:
-    """Two lines of plain text. theta_i: merged models; theta_0: the base; t_i = theta_i - theta_0."""
-    scale = getattr(settings.merge, "scale", 0.0)
-    sum_of = f"theta_0 + {scale:g} sum w_i t'_i"
+    """Two lines of plain text. theta_i: merged models; theta_0: the base."""
     agreeing = "a_i: t'_i has the sign of sum w_i t'_i"
     match settings.merge:
         case LinearMerge():
             formula = "sum w_i theta_i / sum w_i"
         case ConvexMerge():
             formula = "sum w_i theta_i, sum w_i = 1"
-        case TaskArithmeticMerge():
-            formula = f"theta_0 + {scale:g} sum w_i t_i"
-        case TiesMerge(density=density):
-            formula = f"{sum_of} a_i / sum w_i a_i; t'_i: largest {density:.4g} of t_i; {agreeing}"
+        case TaskArithmeticMerge(scale=scale):
+            formula = f"theta_0 + {scale:g} sum w_i t_i, {_TASK}"
+        case TiesMerge(density=density, scale=scale):
+            formula = f"{_mean(scale)}, {_TASK}; t'_i: largest {density:g} of t_i; {agreeing}"
         case DareMerge(sign="ties") as given:
-            formula = f"{sum_of} a_i / sum w_i a_i; t'_i: {_dropped(given.drop_rate, given.rescale)}; {agreeing}"
+            formula = f"{_mean(given.scale)}, {_TASK}; t'_i: t_i {_dropped(given)}; {agreeing}"
         case DareMerge() as given:
-            formula = f"{sum_of}; t'_i: {_dropped(given.drop_rate, given.rescale)}"
+            formula = f"theta_0 + {given.scale:g} sum w_i t'_i, {_TASK}; t'_i: t_i {_dropped(given)}"
         case SceMerge(select=select):
             formula = (
-                f"theta_0 + sum e_i t'_i a_i / sum e_i a_i; t'_i: t_i at the largest {select:.4g} of variances; "
-                "e_i: mean t'_i^2 / sum; a_i: t'_i has the sign of sum t'_i"
+                f"theta_0 + sum e_i t'_i a_i / sum e_i a_i, {_TASK}; t'_i: t_i where the models' variance is in its "
+                f"largest {select:g}; e_i: mean t'_i^2 over their sum; a_i: t'_i has the sign of sum t'_i"
             )
         case LongcatFusionMerge() as given:
-            divisor = " / sum w_i a_i" if given.combine == "mean" else ""
-            formula = (
-                f"{sum_of} a_i{divisor}; t'_i: {given.norm} of the {given.scope}'s t_i made equal, "
-                f"{_dropped(given.drop_rate, given.rescale)}; {agreeing}"
-            )
+            sum_of = f"theta_0 + {given.scale:g} sum w_i t'_i a_i" if given.combine == "sum" else _mean(given.scale)
+            normalised = f"t_i of one {given.norm} norm a {given.scope}"
+            formula = f"{sum_of}, {_TASK}; t'_i: {normalised}, {_dropped(given)}; {agreeing}"
     listed = ", ".join(f"{weight:g}" for weight in weights)
     return f"{formula}\nw = {listed}; computed in float32, published in {settings.precision}"
 
 
-def _dropped(rate: float, rescale: bool) -> str:
-    return f"dropped at random with p = {rate:g}" + (", the rest / (1 - p)" if rescale else "")
+_TASK = "t_i = theta_i - theta_0"
+
+
+def _mean(scale: float) -> str:
+    return f"theta_0 + {scale:g} sum w_i t'_i a_i / sum w_i a_i"
+
+
+def _dropped(given: DareMerge | LongcatFusionMerge) -> str:
+    return f"dropped at random with p = {given.drop_rate:g}" + (", the rest / (1 - p)" if given.rescale else "")
 
 
 def _tau(effort: EffortBudget) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from opdctl.errors import ConfigError, OpdctlError
 from opdctl.pipeline import Pipeline, Stage
-from opdctl.settings import EvalSettings, FileTask, OpdSettings
+from opdctl.settings import EvalSettings, FileTask, OpdSettings, SampleSettings
 from opdctl.tasks import load_task
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def check_data(pipeline: Pipeline, stages: Iterable[Stage]) -> list[str]:
             except OpdctlError as error:
                 problems += _told(error)
     for stage in wanted:
-        problems += [f"stages.{stage.name}.{text}" for text in (*_held_out(stage, tasks), *_routes(stage, tasks))]
+        problems += [f"stages.{stage.name}.{text}" for text in (*_prompts(stage, tasks), *_routes(stage, tasks))]
     return problems
 
 
@@ -62,13 +62,18 @@ def _grader(name: str, settings: FileTask, task: "FileRows") -> Iterator[str]:
         yield f"tasks.{name}.verifier: {settings.verifier} rejects {len(rejected)} reference answers: {rejected[0]}"
 
 
-def _held_out(stage: Stage, tasks: "Mapping[str, FileRows]") -> Iterator[str]:
+def _prompts(stage: Stage, tasks: "Mapping[str, FileRows]") -> Iterator[str]:
     config = stage.settings.config
-    if not isinstance(config, EvalSettings):
+    if not isinstance(config, EvalSettings | SampleSettings):
         return
+    sampled = isinstance(config, SampleSettings)
     for name in dict.fromkeys(config.data.tasks):
-        size = tasks[name].size("eval") if name in tasks else None
-        if size is not None and size < config.rollout.prompts:
+        size = tasks[name].size("train" if sampled else "eval") if name in tasks else None
+        if size is None or size >= config.rollout.prompts:
+            continue
+        if sampled:
+            yield f"config.rollout.prompts: {config.rollout.prompts}, but task '{name}' has {size} rows for training"
+        else:
             yield (
                 f"config.rollout.prompts: {config.rollout.prompts}, but task '{name}' has {size} rows for evaluation "
                 f"(raise tasks.{name}.held_out, or give an eval_path)"

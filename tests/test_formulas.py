@@ -3,7 +3,8 @@ import sys
 
 import pytest
 
-from opdctl.formulas import describe_opd, describe_rlvr
+from opdctl.formulas import describe_merge, describe_opd, describe_rlvr
+from opdctl.merging import MergeSettings
 from opdctl.settings import OpdSettings, RlvrSettings
 
 DATA = {"tasks": ["math"]}
@@ -77,3 +78,40 @@ def test_opd_shows_its_aggregation():
 def test_formulas_need_no_torch():
     code = "import sys, opdctl.formulas; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def merged(how, weights=(1.0, 1.0)):
+    settings = MergeSettings.model_validate({"merge": how, "precision": "bfloat16"})
+    return describe_merge(settings, weights).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("how", "formula"),
+    [
+        ({"method": "linear"}, "sum w_i theta_i / sum w_i"),
+        ({"method": "convex"}, "sum w_i theta_i, sum w_i = 1"),
+        ({"method": "task_arithmetic", "scale": 0.4}, "theta_0 + 0.4 sum w_i t_i, t_i = theta_i - theta_0"),
+        (
+            {"method": "ties", "density": 0.2, "scale": 1.0},
+            "theta_0 + 1 sum w_i t'_i a_i / sum w_i a_i, t_i = theta_i - theta_0; t'_i: largest 0.2 of t_i; "
+            "a_i: t'_i has the sign of sum w_i t'_i",
+        ),
+        (
+            {"method": "dare", "drop_rate": 0.9, "scale": 1.0},
+            "theta_0 + 1 sum w_i t'_i, t_i = theta_i - theta_0; "
+            "t'_i: t_i dropped at random with p = 0.9, the rest / (1 - p)",
+        ),
+        (
+            {"method": "longcat_fusion", "norm": "l2", "scope": "model", "drop_rate": 0.5, "rescale": False,
+             "combine": "sum", "scale": 1.0},
+            "theta_0 + 1 sum w_i t'_i a_i, t_i = theta_i - theta_0; t'_i: t_i of one l2 norm a model, dropped at "
+            "random with p = 0.5; a_i: t'_i has the sign of sum w_i t'_i",
+        ),
+    ],
+)  # fmt: skip
+def test_a_merge_shows_its_formula(how, formula):
+    assert merged(how)[0] == formula
+
+
+def test_a_merge_shows_weights_and_precision():
+    assert merged({"method": "linear"}, [0.25, 2])[1] == "w = 0.25, 2; computed in float32, published in bfloat16"

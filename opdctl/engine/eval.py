@@ -19,7 +19,7 @@ from opdctl.engine.sampling import Completions, Generate, sample
 from opdctl.engine.scores import CellCounts, FusionTable, fusion_tables, normalised_score, pass_at_k, wilson_interval
 from opdctl.engine.teachers import Router
 from opdctl.errors import StageRefused
-from opdctl.settings import EvalSettings
+from opdctl.settings import EvalSettings, Rollout
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def run(spec: StageSpec, control: Control, opener: Opener | None = None) -> Stag
     """
     settings = EvalSettings.model_validate(spec.config)
     models = [given for given in spec.inputs if given.role != "budget"]
-    examiner = _Examiner(spec, settings, models, opener or _in_this_process(spec, settings))
+    examiner = _Examiner(spec, settings, models, opener or in_this_process(spec, settings.rollout))
     scores: dict[str, dict[str, CellScore]] = {}
     for number, model in enumerate(models):
         kept = Path(spec.state) / f"scored-{zlib.crc32(model.label.encode()):08x}.json"
@@ -66,8 +66,9 @@ def run(spec: StageSpec, control: Control, opener: Opener | None = None) -> Stag
     return StageResult(step=len(models), metrics=metrics)
 
 
-def _in_this_process(spec: StageSpec, settings: EvalSettings) -> Opener:
-    tokens = settings.rollout.max_prompt_tokens + settings.rollout.max_completion_tokens
+def in_this_process(spec: StageSpec, rollout: Rollout) -> Opener:
+    """Opens models in the embedded engine."""
+    tokens = rollout.max_prompt_tokens + rollout.max_completion_tokens
     batch = max(1, int(spec.resources["micro_batch_tokens"]) // tokens)
 
     @contextmanager

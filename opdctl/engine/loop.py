@@ -22,6 +22,7 @@ from opdctl.engine.recovery import Recovery, Save
 from opdctl.errors import StageFailed
 from opdctl.settings import ChainTask, EffortSettings, FileTask, NewModel, Train
 from opdctl.tasks import Task, load_task
+from opdctl.tasks.sampled import read_sampled
 
 Metrics = dict[str, float]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -42,6 +43,12 @@ def open_tasks(spec: StageSpec) -> dict[str, Task]:
     return {
         name: load_task(name, kinds[given["task"]].model_validate(given), efforts) for name, given in spec.tasks.items()
     }
+
+
+def open_demonstrations(spec: StageSpec) -> dict[str, Task]:
+    """The tasks of an SFT stage, with the answers that stages of its input role `data` sampled as demonstrations."""
+    tasks, folders = open_tasks(spec), [given.path for given in role(spec, "data")]
+    return read_sampled(folders, tasks) if folders else tasks
 
 
 def open_policy(spec: StageSpec, given: InputSpec, precision: str = "float32") -> tuple[Policy, Tokenizer]:

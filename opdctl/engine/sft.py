@@ -7,7 +7,7 @@ from torch import Tensor
 
 from opdctl.backends.contract import Control, StageResult, StageSpec
 from opdctl.engine.batch import Sequence, TokenBatch, collate, micro_batches
-from opdctl.engine.loop import Metrics, Trainer, open_policy, open_tasks, role
+from opdctl.engine.loop import Metrics, Trainer, open_demonstrations, open_policy, role
 from opdctl.engine.losses import aggregate
 from opdctl.engine.rows import Mixer, Renderer, stream_seed
 from opdctl.engine.vocab import token_logprobs
@@ -20,7 +20,7 @@ def run(spec: StageSpec, control: Control) -> StageResult:
     settings = SftSettings.model_validate(spec.config)
     policy, tokenizer = open_policy(spec, role(spec, "init")[0], settings.train.precision)
     trainer = Trainer(spec, control, settings.train, policy, tokenizer)
-    mixer = Mixer(open_tasks(spec), settings.data, "train", stream_seed(spec.seed, "sft"))
+    mixer = Mixer(open_demonstrations(spec), settings.data, "train", stream_seed(spec.seed, "sft"))
     renderer = Renderer(tokenizer, policy.eos_ids)
     batch_size, budget = settings.train.global_batch_size, int(spec.resources["micro_batch_tokens"])
 

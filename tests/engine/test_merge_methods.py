@@ -195,7 +195,7 @@ def test_longcat_fusion_by_hand():
 # ------------------------------------------------------------------------------------------------- properties
 
 ALL = {
-    "linear": lambda parts, w: methods.linear(parts, w),
+    "linear": methods.linear,
     "convex": lambda parts, w: methods.convex(parts, w / w.sum()),
     "task_arithmetic": lambda parts, w: methods.task_arithmetic(parts, w, 0.8),
     "ties": lambda parts, w: methods.ties(parts, w, 0.4, 0.8),

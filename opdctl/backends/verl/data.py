@@ -21,7 +21,7 @@ from opdctl.backends.verl.layout import ROUTE, Layout, layout, teacher_key
 from opdctl.backends.verl.render_rl import updates
 from opdctl.backends.verl.teachers import check_teachers
 from opdctl.engine.checkpoint import Tokenizer, encode, load_vocabulary
-from opdctl.engine.loop import open_tasks, role
+from opdctl.engine.loop import open_demonstrations, open_tasks, role
 from opdctl.engine.rows import Mixer, Renderer, Row, stream_seed
 from opdctl.engine.teachers import Router, check_vocabularies
 from opdctl.engine.tokenizer import word_tokenizer
@@ -105,7 +105,7 @@ class _Student:
 def _demonstrations(spec: StageSpec, student: _Student) -> Iterator[list[_Record]]:
     """Conversations of one optimizer step after another."""
     settings = SftSettings.model_validate(spec.config)
-    mixer = Mixer(open_tasks(spec), settings.data, "train", stream_seed(spec.seed, "sft"))
+    mixer = Mixer(open_demonstrations(spec), settings.data, "train", stream_seed(spec.seed, "sft"))
     end = eos_text(student.tokenizer, student.eos_ids[0])
     size = settings.train.global_batch_size
     for step in range(settings.train.max_steps):

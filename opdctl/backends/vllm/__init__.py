@@ -1,4 +1,4 @@
-"""Evaluation by vLLM, in an environment of its own: it draws the completions, opdctl asks and judges."""
+"""Evaluation and sampling by vLLM, in an environment of its own: it draws the completions, opdctl asks and judges."""
 
 import json
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from opdctl.backends.contract import Control, StageResult, StageSpec
-from opdctl.settings import EvalSettings
+from opdctl.settings import Rollout
 from opdctl.workers import VllmResources
 
 REVISION = "vllm-1"
@@ -28,11 +28,13 @@ def command(spec: StageSpec) -> str:
 
 
 def run(spec: StageSpec, control: Control) -> StageResult:
-    """Score the models of an eval stage. Those that are scored are kept in `spec.state`."""
+    """Carry out an eval or a sample stage, resuming from `spec.state`."""
     from opdctl.backends.vllm.offline import Offline
-    from opdctl.engine.eval import run
+    from opdctl.engine import eval as evaluation
+    from opdctl.engine import sample
 
-    rollout = EvalSettings.model_validate(spec.config).rollout
+    run = sample.run if spec.kind == "sample" else evaluation.run
+    rollout = Rollout.model_validate(spec.config["rollout"])
     with Offline(spec, control, rollout, VllmResources.model_validate(spec.resources["vllm"])) as vllm:
         return run(spec, control, vllm.open)
 
@@ -62,7 +64,7 @@ def _environment(python: str) -> list[str]:
 
 def _limits(spec: StageSpec) -> Iterator[str]:
     """What vLLM itself would refuse, or do otherwise than asked."""
-    temperature = EvalSettings.model_validate(spec.config).rollout.temperature
+    temperature = Rollout.model_validate(spec.config["rollout"]).temperature
     if temperature < LEAST_TEMPERATURE:
         yield (
             f"config.rollout.temperature: {temperature}, and vLLM draws with {LEAST_TEMPERATURE} at least; top_k: 1 "
