@@ -76,15 +76,16 @@ class _Source:
     folder: Path
     tensors: Mapping[str, StoredTensor] = field(default_factory=dict)  # while its files are open
 
-    def read(self, name: str, start: int, count: int) -> Tensor:
-        """Raises StageRefused where a value is NaN or infinite."""
-        values = self.tensors[name].read(start, count)
-        if not bool(torch.isfinite(values).all()):
+    def read(self, name: str, start: int, values_C: Tensor) -> Tensor:
+        """Fills `values_C`, float32. Raises StageRefused where a value is NaN or infinite."""
+        values_C.copy_(self.tensors[name].read(start, len(values_C)))
+        # a sum is cheap, and finite unless it overflows or a value is not
+        if not math.isfinite(float(values_C.sum())) and not bool(torch.isfinite(values_C).all()):
             raise StageRefused(
                 f"{self.given.label}: {name} holds NaN or infinity",
                 hint="the training run that wrote it diverged; merge an earlier checkpoint",
             )
-        return values
+        return values_C
 
 
 def _folder(spec: StageSpec, given: InputSpec) -> Path:
@@ -161,15 +162,15 @@ class _Merger:
     def _parts(self, name: str) -> Parts:
         size = self._models[0].tensors[name].size
 
-        def parts() -> Iterator[Part]:
+        def read() -> Iterator[Part]:
             for start in range(0, size, self._entries):
                 count = min(self._entries, size - start)
                 thetas_MC = torch.empty(len(self._models), count)
                 for theta_C, model in zip(thetas_MC, self._models, strict=True):
-                    theta_C.copy_(model.read(name, start, count))
-                yield Part(thetas_MC, self._base.read(name, start, count) if self._base else None)
+                    model.read(name, start, theta_C)
+                yield Part(thetas_MC, self._base.read(name, start, torch.empty(count)) if self._base else None)
 
-        return parts
+        return Parts(size, read)
 
 
 def _rooted(sums_M: Tensor, method: LongcatFusionMerge) -> Tensor:
@@ -201,13 +202,16 @@ def _shape_of(folder: Path) -> dict[str, object]:
 
 def _untie(source: _Source) -> None:
     """Some folders of a tied model hold its output matrix as well."""
-    tied = source.tensors.get(TIED)
-    if tied is None:
-        return
     rest = {name: tensor for name, tensor in source.tensors.items() if name != TIED}
-    embeddings = next((name for name in rest if name.endswith("embed_tokens.weight")), "")
+    tied, embeddings = (
+        source.tensors.get(TIED),
+        next((rest[n] for n in rest if n.endswith("embed_tokens.weight")), None),
+    )
+    if tied is None or embeddings is None:
+        return
     runs = [(at, min(PART_BYTES // 8, tied.size - at)) for at in range(0, tied.size, PART_BYTES // 8)]
-    if embeddings and not all(torch.equal(source.read(TIED, *at), source.read(embeddings, *at)) for at in runs):
+    alike = (tied.shape, tied.dtype) == (embeddings.shape, embeddings.dtype)
+    if not alike or not all(torch.equal(tied.read(*run), embeddings.read(*run)) for run in runs):
         raise StageRefused(
             f"{source.given.label}: config.json ties {TIED} to the embeddings, but the weights hold both and they "
             "differ",

@@ -1,7 +1,7 @@
 """Ways to make one model's weights of several, each a function of the parts of one tensor.
 
-A tensor comes and goes in parts, so that memory is bounded whatever its size: `parts()` begins anew at every call, and
-a method that needs a number of the whole tensor first (a threshold, a norm) goes over it more than once. All in
+A tensor comes and goes in parts, so that memory is bounded whatever its size; a method that needs a number of the whole
+tensor first (a threshold, a norm) goes over it more than once. All in
 float32, sums of squares in float64.
 
 Shapes: M models, C entries of a part. theta_i = thetas_MC[i], theta_0 = base_C, tau_i = theta_i - theta_0, w_i =
@@ -32,25 +32,33 @@ class Part:
         return self.thetas_MC - self.base_C
 
 
-Parts = Callable[[], Iterator[Part]]
+@dataclass(frozen=True)
+class Parts:
+    """A tensor. Its parts are read anew by every loop over it."""
+
+    size: int  # entries
+    read: Callable[[], Iterator[Part]]
+
+    def __iter__(self) -> Iterator[Part]:
+        return self.read()
 
 
 def linear(parts: Parts, weights_M: Tensor) -> Iterator[Tensor]:
     """sum_i w_i theta_i / sum_i w_i. Source: model soups, arXiv 2203.05482 (there uniform)."""
-    for part in parts():
-        yield (part.thetas_MC * weights_M[:, None]).sum(0) / weights_M.sum()
+    for part in parts:
+        yield weights_M @ part.thetas_MC / weights_M.sum()
 
 
 def convex(parts: Parts, weights_M: Tensor) -> Iterator[Tensor]:
     """sum_i w_i theta_i with sum_i w_i = 1, w_i > 0. Source: UI-TARS-2, arXiv 2509.02544."""
-    for part in parts():
-        yield (part.thetas_MC * weights_M[:, None]).sum(0)
+    for part in parts:
+        yield weights_M @ part.thetas_MC
 
 
 def task_arithmetic(parts: Parts, weights_M: Tensor, scale: float) -> Iterator[Tensor]:
     """theta_0 + lambda sum_i w_i tau_i. Source: arXiv 2212.04089 (there all w_i = 1)."""
-    for part in parts():
-        yield _onto(part, scale * (part.deltas_MC * weights_M[:, None]).sum(0))
+    for part in parts:
+        yield _onto(part, scale * (weights_M @ part.deltas_MC))
 
 
 def ties(parts: Parts, weights_M: Tensor, density: float, scale: float) -> Iterator[Tensor]:
@@ -63,14 +71,13 @@ def ties(parts: Parts, weights_M: Tensor, density: float, scale: float) -> Itera
     """
     threshold_M = None
     if density < 1:
-        size = sum(part.thetas_MC.shape[1] for part in parts())
-        wanted = torch.full((len(weights_M),), max(1, int(density * size)))
-        threshold_M = kth_largest(lambda: (part.deltas_MC.abs_() for part in parts()), wanted)
-    for part in parts():
+        wanted = torch.full((len(weights_M),), max(1, int(density * parts.size)))
+        threshold_M = kth_largest(lambda: (part.deltas_MC.abs_() for part in parts), wanted)
+    for part in parts:
         deltas_MC = part.deltas_MC
         if threshold_M is not None:
             deltas_MC.masked_fill_(deltas_MC.abs() < threshold_M[:, None], 0)
-        yield _onto(part, scale * _mean_of_agreeing(deltas_MC, weights_M))
+        yield _onto(part, scale * _mean_of_agreeing(deltas_MC, weights_M, weights_M))
 
 
 def dare(
@@ -90,12 +97,12 @@ def dare(
     sec. 3.2. (mergekit's `rescale` matches the L1 norm of a tensor instead.)
     """
     dropout = Dropout(drop_rate, seeds, rescale=rescale)
-    for part in parts():
+    for part in parts:
         deltas_MC = dropout(part.deltas_MC)
         if sign == "ties":
-            merged_C = _mean_of_agreeing(deltas_MC, weights_M)
+            merged_C = _mean_of_agreeing(deltas_MC, weights_M, weights_M)
         else:
-            merged_C = (deltas_MC * weights_M[:, None]).sum(0)
+            merged_C = weights_M @ deltas_MC
         yield _onto(part, scale * merged_C)
 
 
@@ -110,27 +117,26 @@ def sce(parts: Parts, select: float) -> Iterator[Tensor]:
     """
     threshold = None
     if select < 1:
-        differing = sum(int(torch.count_nonzero(_variance(part))) for part in parts())
+        differing = sum(int(torch.count_nonzero(_variance(part))) for part in parts)
         wanted = int(select * differing)
         if wanted == 0:
-            yield from (_onto(part, torch.zeros_like(part.thetas_MC[0])) for part in parts())
+            yield from (_onto(part, torch.zeros_like(part.thetas_MC[0])) for part in parts)
             return
-        threshold = kth_largest(lambda: (_variance(part)[None] for part in parts()), torch.tensor([wanted]))
+        threshold = kth_largest(lambda: (_variance(part)[None] for part in parts), torch.tensor([wanted]))
 
     def selected(part: Part) -> Tensor:
         deltas_MC = part.deltas_MC
         return deltas_MC if threshold is None else deltas_MC.mul_(_variance(part) >= threshold)
 
-    squares_M = sum(selected(part).double().square().sum(1) for part in parts())
+    squares_M = sum(selected(part).double().square().sum(1) for part in parts)
     total = torch.as_tensor(squares_M).sum()
     eta_M = (torch.as_tensor(squares_M) / total).float() if total > 0 else None
-    for part in parts():
+    for part in parts:
         deltas_MC = selected(part)
         if eta_M is None:
             yield _onto(part, torch.zeros_like(deltas_MC[0]))
             continue
-        agree_MC = _agree(deltas_MC, deltas_MC)
-        yield _onto(part, _divided((deltas_MC * agree_MC * eta_M[:, None]).sum(0), (agree_MC * eta_M[:, None]).sum(0)))
+        yield _onto(part, _mean_of_agreeing(deltas_MC, eta_M, torch.ones_like(eta_M)))
 
 
 def longcat_fusion(
@@ -153,20 +159,20 @@ def longcat_fusion(
     """
     dropout = Dropout(drop_rate, seeds, rescale=rescale)
     factor_M = torch.where(norms_M > 0, norms_M.mean() / norms_M, torch.ones_like(norms_M)).float()
-    for part in parts():
+    for part in parts:
         deltas_MC = dropout(part.deltas_MC.mul_(factor_M[:, None]))
         if combine == "mean":
-            merged_C = _mean_of_agreeing(deltas_MC, weights_M)
+            merged_C = _mean_of_agreeing(deltas_MC, weights_M, weights_M)
         else:
-            weighted_MC = deltas_MC * weights_M[:, None]
-            merged_C = (weighted_MC * _agree(deltas_MC, weighted_MC)).sum(0)
+            kept_MC, sign_C = _erased(deltas_MC, weights_M)
+            merged_C = (weights_M @ kept_MC) * sign_C
         yield _onto(part, scale * merged_C)
 
 
 def task_norms(parts: Parts, norm: Literal["l1", "l2"]) -> Tensor:
     """[M], float64: sum |tau_i| or sum tau_i^2 over a tensor. Those of several tensors add up; l2 is then its root."""
     sums_M = sum(
-        (part.deltas_MC.double().abs() if norm == "l1" else part.deltas_MC.double().square()).sum(1) for part in parts()
+        (part.deltas_MC.double().abs() if norm == "l1" else part.deltas_MC.double().square()).sum(1) for part in parts
     )
     return torch.as_tensor(sums_M)
 
@@ -221,16 +227,16 @@ def _variance(part: Part) -> Tensor:
     return part.deltas_MC.var(0, unbiased=False)
 
 
-def _agree(deltas_MC: Tensor, weighted_MC: Tensor) -> Tensor:
-    """1 where an entry has the sign of the weighted sum over the models; 0 where it has not, and where it is 0."""
-    positive_C = weighted_MC.sum(0) >= 0
-    return torch.where(positive_C, deltas_MC > 0, deltas_MC < 0)
+def _erased(deltas_MC: Tensor, electing_M: Tensor) -> tuple[Tensor, Tensor]:
+    """(kept_MC, sign_C): the sign of the weighted sum over the models, and the magnitudes of the entries that have it,
+    0 in the place of the others."""
+    sign_C = torch.where(electing_M @ deltas_MC >= 0, 1.0, -1.0)
+    return (deltas_MC * sign_C).clamp_(min=0), sign_C
 
 
-def _mean_of_agreeing(deltas_MC: Tensor, weights_M: Tensor) -> Tensor:
-    weighted_MC = deltas_MC * weights_M[:, None]
-    agree_MC = _agree(deltas_MC, weighted_MC)
-    return _divided((weighted_MC * agree_MC).sum(0), (agree_MC * weights_M[:, None]).sum(0))
+def _mean_of_agreeing(deltas_MC: Tensor, weights_M: Tensor, electing_M: Tensor) -> Tensor:
+    kept_MC, sign_C = _erased(deltas_MC, electing_M)
+    return _divided(weights_M @ kept_MC, weights_M @ (kept_MC > 0).float()) * sign_C
 
 
 def _divided(sum_C: Tensor, weight_C: Tensor) -> Tensor:

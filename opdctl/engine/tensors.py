@@ -41,7 +41,7 @@ class StoredTensor:
         return math.prod(self.shape)
 
     def read(self, start: int, count: int) -> Tensor:
-        """Values start .. start+count-1 in storage order, float32."""
+        """Values start .. start+count-1 in storage order."""
         width = self.dtype.itemsize
         buffer = memoryview(bytearray(count * width))
         done, offset = 0, self.offset + start * width
@@ -50,7 +50,7 @@ class StoredTensor:
             if got == 0:
                 raise OpdctlError("a weight file became shorter while it was read", hint="run the stage again")
             done += got
-        return torch.frombuffer(buffer, dtype=self.dtype).float() if count else torch.empty(0)
+        return torch.frombuffer(buffer, dtype=self.dtype) if count else torch.empty(0, dtype=self.dtype)
 
 
 @contextmanager

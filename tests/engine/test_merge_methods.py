@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opdctl.engine import merge_methods as methods
-from opdctl.engine.merge_methods import Dropout, Part, kth_largest, task_norms
+from opdctl.engine.merge_methods import Dropout, Part, Parts, kth_largest, task_norms
 
 torch.set_num_threads(1)
 
@@ -23,11 +23,11 @@ def parts_of(thetas, base=None, size=7):
     thetas = torch.as_tensor(thetas, dtype=torch.float32)
     base = None if base is None else torch.as_tensor(base, dtype=torch.float32)
 
-    def parts():
+    def read():
         for at in range(0, thetas.shape[1], size):
             yield Part(thetas[:, at : at + size], None if base is None else base[at : at + size])
 
-    return parts
+    return Parts(thetas.shape[1], read)
 
 
 def whole(parts):

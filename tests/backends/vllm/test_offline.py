@@ -115,6 +115,16 @@ def test_a_stopped_stage_keeps_what_is_scored(tmp_path):
     assert len(noted(spec, "arguments")) == 2
 
 
+def test_a_sample_stage_asks_block_by_block_and_keeps_what_ends(tmp_path):
+    spec = exam(tmp_path / "eval", models=[InputSpec("model", "a", "")], keep="all", per_prompt=2, save_every=2)
+    result = vllm.run(replace(spec, kind="sample"), Recorder())
+    assert [len(request["prompts"]) for request in noted(spec, "request")] == [2, 1] * 4
+    assert len(noted(spec, "arguments")) == 1
+    rows = [json.loads(line) for line in Path(spec.output, "data.jsonl").read_text().splitlines()]
+    assert len(rows) == result.metrics["kept"] == 4 * 3 * 2
+    assert {row["tokens"] for row in rows} == {2}
+
+
 def made(folder):
     """A model's folder, by the way that the backend makes one."""
     rollout = Rollout.model_validate(ROLLOUT)
