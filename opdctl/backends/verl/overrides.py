@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from opdctl.errors import ConfigError
@@ -43,9 +43,11 @@ class Overrides:
         return keys
 
     def add_raw(self, raw: Mapping[str, Any]) -> None:
-        """The user's own overrides, last. Raises ConfigError for keys that opdctl owns and for what is no key."""
+        """The user's own overrides, last; nested mappings are dotted keys. Raises ConfigError for keys that opdctl
+        owns and for what is no key.
+        """
         problems, seen = [], set()
-        for written, value in raw.items():
+        for written, value in _flat(raw):
             key = written.lstrip("+")
             if not _KEY.fullmatch(key):
                 problems.append(f"verl.{written}: not a key of verl; write it with dots, as a.b.c")
@@ -68,6 +70,14 @@ class Overrides:
 
     def __getitem__(self, key: str) -> Any:
         return self._values[key]
+
+
+def _flat(raw: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in raw.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", value
 
 
 def _same_place(key: str, owned: str) -> bool:

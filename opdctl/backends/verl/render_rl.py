@@ -219,7 +219,7 @@ def _rollout(overrides: Overrides, spec: StageSpec, settings: RlvrSettings | Opd
             f"{ROLLOUT}.agent.num_workers": 1 if cpu else 8,
             f"{ROLLOUT}.agent.default_agent_loop": "single_turn_agent",
             f"{ROLLOUT}.checkpoint_engine.backend": "naive",
-            f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes": 16 if cpu else 4096,
+            f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes": 16 if cpu else 2048,
         }
     )
 
