@@ -7,9 +7,11 @@ import os
 import secrets
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from getpass import getuser
 from pathlib import Path
 
 from opdctl import processes
@@ -28,8 +30,7 @@ HEAD_S = 12.0  # that a trainer gets to end once Ray has lost its head: when it 
 MEMORY_S = 60.0  # that the driver gets to free the memory of ended processes
 MEMORY_SLACK_MIB = 512
 logger = logging.getLogger(__name__)
-# what would make verl join a cluster, or report to a server, that is not this stage's
-_FOREIGN = ("RAY_ADDRESS", "RAY_AUTH_TOKEN_PATH", "MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID", "VERL_FILE_LOGGER_ROOT")
+_FOREIGN = ("MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID", "VERL_FILE_LOGGER_ROOT")  # opdctl alone tracks
 
 
 def run(spec: StageSpec, control: Control) -> StageResult:
@@ -74,14 +75,19 @@ def _folder(spec: StageSpec, given: InputSpec) -> Path:
 
 
 def _environment(spec: StageSpec, command: Command) -> dict[str, str]:
-    # on a CPU there are no devices to hide, and Ray counts slots for ranks as if they were some
-    unwanted = _FOREIGN if spec.workers["device"] == "cuda" else (*_FOREIGN, "CUDA_VISIBLE_DEVICES")
+    unwanted = set(_FOREIGN)
+    own: dict[str, str] = {}
+    if (address := spec.workers["ray_address"]) is not None:
+        own["RAY_ADDRESS"] = address
+    else:
+        unwanted |= {"RAY_ADDRESS", "RAY_AUTH_TOKEN_PATH"}
+        own["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    if spec.workers["device"] == "cpu":
+        unwanted.add("CUDA_VISIBLE_DEVICES")  # Ray counts slots for ranks as if they were devices
     inherited = {name: value for name, value in os.environ.items() if name not in unwanted}
-    if spec.workers["device"] == "cpu":  # Ray's "GPUs" are processes then, and it would miss them among the devices
-        inherited.pop("CUDA_VISIBLE_DEVICES", None)
-    own = {"RAY_AUTH_TOKEN": secrets.token_hex(32)} if spec.workers["ray_address"] is None else {}
-    joined = {"RAY_ADDRESS": spec.workers["ray_address"]} if spec.workers["ray_address"] else {}
-    return inherited | dict(command.environment) | own | joined
+    # compiled kernels outlive the stage's temporary folder
+    kept = {"TORCHINDUCTOR_CACHE_DIR": str(Path(tempfile.gettempdir()) / f"torchinductor_{getuser()}")}
+    return kept | inherited | dict(command.environment) | own
 
 
 def _check_ranks(spec: StageSpec, saves: Saves, start: int) -> None:

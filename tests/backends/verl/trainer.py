@@ -32,6 +32,8 @@ def main():
     step = _start(folder, knobs)
     if "daemon" in knobs:
         _daemon()
+    if "head" in knobs:
+        _head()
     reports = os.open(os.environ["VERL_FILE_LOGGER_PATH"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     while step < total:
         time.sleep(knobs.get("sleep_s", 0))
@@ -63,6 +65,13 @@ def _daemon():
     subprocess.Popen([sys.executable, "-c", DAEMON, name], start_new_session=True)
     while not (name.exists() and name.read_text()):
         time.sleep(0.01)
+
+
+def _head():
+    """A process that is called like Ray's."""
+    program = Path(os.environ["TMPDIR"]) / "gcs_server"
+    program.symlink_to(shutil.which("sleep"))
+    subprocess.Popen([program, "600"], start_new_session=True)
 
 
 def _save(folder, step, kind, model, torn):
