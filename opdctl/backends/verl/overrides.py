@@ -23,7 +23,9 @@ class Overrides:
         self._owner: dict[str, str] = {}
 
     def own(self, source: str, values: Mapping[str, Any]) -> None:
-        """Keys that follow from the user's key `source`: raw overrides of them are refused."""
+        """Keys that follow from the user's key `source`, or that opdctl relies on, for the reason that `source` gives:
+        raw overrides of them are refused.
+        """
         for key in self._add(values):
             self._owner[key] = source
 
@@ -52,7 +54,9 @@ class Overrides:
             if not _KEY.fullmatch(key):
                 problems.append(f"verl.{written}: not a key of verl; write it with dots, as a.b.c")
             elif owned := next((own for own in self._owner if _same_place(key, own)), None):
-                problems.append(f"verl.{key}: opdctl sets {owned} from {self._owner[owned]}; change it there")
+                source = self._owner[owned]
+                where = f"itself: {source}" if " " in source else f"from {source}; change it there"
+                problems.append(f"verl.{key}: opdctl sets {owned} {where}")
             elif key in seen:
                 problems.append(f"verl.{key}: given twice, with and without a +")
             else:
