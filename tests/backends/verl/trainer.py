@@ -83,6 +83,7 @@ def _save(folder, step, kind, model, torn):
     (engine / "fsdp_config.json").write_text('{"FSDP_version": 2, "world_size": 1}')
     for name in ("config.json", "model.safetensors"):
         shutil.copy(model / name, engine / "huggingface" / name)
+    (engine / "huggingface" / "chat_template.jinja").write_text("what verl was given")
     latest = folder / "latest_checkpointed_iteration.txt"
     if torn:  # a kill while it writes
         latest.write_text("")
