@@ -270,8 +270,14 @@ def test_a_large_cold_start_model_is_asked_in_vllm(rlvr, monkeypatch):
     asked = []
 
     class Offline:
-        def __init__(self, spec, control):
-            asked.append((spec.config["rollout"], spec.resources["vllm"]["tensor_parallel"]))
+        def __init__(self, spec, control, rollout, resources):
+            asked.append((rollout.max_completion_tokens, resources.tensor_parallel))
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            asked.append("closed")
 
         def open(self, given):
             raise StageRefused(f"vLLM for {given.label}")
@@ -282,8 +288,7 @@ def test_a_large_cold_start_model_is_asked_in_vllm(rlvr, monkeypatch):
     spec = replace(spec, resources={**spec.resources, "verl": {"rollout_tensor_parallel": 2}})
     with pytest.raises(StageRefused, match="vLLM for cold start"):
         write(spec)
-    assert asked[0][1] == 2
-    assert asked[0][0]["max_completion_tokens"] == 6
+    assert asked == [(6, 2), "closed"]
 
 
 # ------------------------------------------------------------------------------------------------------- refusals
