@@ -86,7 +86,7 @@ def test_the_watcher_ends_everything_once_its_worker_was_killed(attempt):
         temp = Path(worker.stdout.readline().strip())
         assert processes.find(attempt)
         worker.kill()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 30
     while processes.left(attempt):
         assert time.monotonic() < deadline
         time.sleep(0.05)
