@@ -105,22 +105,24 @@ def _train(spec: StageSpec, control: Control, saves: Saves, target: int, command
     """From the newest save to the last step; the metrics of that step."""
     attempt = Path(spec.events).parent
     before = _memory_used(spec)
-    with processes.guarded(attempt) as tree, (attempt / "log.txt").open("ab") as log:
-        process = subprocess.Popen(
-            command.argv,
-            env={**command.environment, **tree.environment},
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            process_group=0,
-        )
-        run = _Run(spec, control, saves, target, tree, process)
-        try:
-            run.follow()
-        finally:
-            process.kill()  # it is our child, to be waited for; `guarded` ends the others
-            process.wait()
-    _await_memory(spec, before)
+    try:
+        with processes.guarded(attempt) as tree, (attempt / "log.txt").open("ab") as log:
+            process = subprocess.Popen(
+                command.argv,
+                env={**command.environment, **tree.environment},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                process_group=0,
+            )
+            run = _Run(spec, control, saves, target, tree, process)
+            try:
+                run.follow()
+            finally:
+                process.kill()  # it is our child, to be waited for; `guarded` ends the others
+                process.wait()
+    finally:
+        _await_memory(spec, before)
     run.judge()
     return dict(run.metrics)
 

@@ -246,6 +246,19 @@ def test_a_failure_that_the_plug_in_tells_of_ends_the_stage(tmp_path, monkeypatc
         standin.run(monkeypatch, given, Telling(), sleep_s=0.3)
 
 
+def test_a_stage_ends_once_its_gpus_have_the_memory_back_that_it_found(tmp_path, monkeypatch):
+    told = tmp_path / "told"  # a line for each time that nvidia-smi is asked; it then forgets the line
+    told.write_text("1000 500\n79000 500\n30000 500\n1100 500\n0 0\n")
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(f"#!/bin/sh\nhead -1 {told} | tr ' ' '\\n'\nsed -i 1d {told}\necho $@ >> {tmp_path}/asked\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    standin.run(monkeypatch, replace(standin.spec(tmp_path), devices=[2, 3]))
+    assert told.read_text() == "0 0\n"
+    assert (tmp_path / "asked").read_text().splitlines()[0].endswith("-i 2,3")
+
+
 # ---------------------------------------------------------------------------------------------- kills from outside
 
 
