@@ -93,8 +93,7 @@ def test_prompts_are_the_engines_split_into_its_optimizer_steps(rlvr):
 
 def test_dynamic_sampling_has_rows_for_every_round(rlvr):
     plain, dynamic = write(rlvr()), write(rlvr(dynamic_sampling={"max_rounds": 3}))
-    assert len(plain) == 4 * 4
-    assert len(dynamic) == 3 * len(plain)
+    assert (len(plain), len(dynamic)) == (4 * 4, 3 * 4 * 4)
 
 
 def test_the_last_steps_have_rows_where_batches_do_not_divide_them(rlvr):
