@@ -27,6 +27,7 @@ from opdctl.records import read_json
 
 POLL_S = 0.5  # between two looks at the trainer
 HEAD_S = 12.0  # that a trainer gets to end once Ray has lost its head: when it fails, it takes the head down first
+END_S = 300.0  # that a trainer gets to end once it has saved the last step
 MEMORY_S = 60.0  # that the driver gets to free the memory of ended processes
 MEMORY_SLACK_MIB = 512
 logger = logging.getLogger(__name__)
@@ -149,6 +150,7 @@ class _Run:
         self._log = progress.Lines(log, log.stat().st_size)
         self._reports = progress.Lines(layout(self.spec).log)
         self._alive = Liveness(self.tree)
+        self._saved_at = time.monotonic()
 
     def follow(self) -> None:
         """Until the trainer has ended. Raises Stopped, and StageFailed for a trainer that started elsewhere than at
@@ -161,24 +163,32 @@ class _Run:
             self._check_failure()
             if not running:
                 return
-            if self.control.stop_requested() and self.saved < self.target:
+            if self.saved >= self.target:
+                if time.monotonic() - self._saved_at > END_S:
+                    logger.warning("verl has saved its last step %.0f s ago and does not end: it is ended", END_S)
+                    return
+            elif self.control.stop_requested():
                 raise Stopped
-            self._check_alive()
+            else:
+                self._check_alive()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(POLL_S)
 
     def judge(self) -> None:
-        """Of an ended trainer: raises StageFailed unless it made and saved the last step."""
-        if code := self.process.returncode:
+        """Of an ended trainer: raises StageFailed unless it saved the last step, whatever its exit code says."""
+        code, newest = self.process.returncode, max(self.saves.whole(), default=0)
+        if newest >= self.target:
+            if code:
+                logger.warning("verl ended with exit code %d after its last save", code)
+            return
+        if code:
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             raise self._failed(f"verl {how}")
-        newest = self.saves.mend()
-        if newest < self.target:
-            of = f"of {self._steps(self.target)} steps"
-            made = "without one new step" if self.step == self.start else f"after step {self._steps(self.step)}"
-            raise StageFailed(
-                f"verl ended with exit code 0 {made}: {self._steps(newest)} {of} are saved", hint=self._see_log()
-            )
+        of = f"of {self._steps(self.target)} steps"
+        made = "without one new step" if self.step == self.start else f"after step {self._steps(self.step)}"
+        raise StageFailed(
+            f"verl ended with exit code 0 {made}: {self._steps(newest)} {of} are saved", hint=self._see_log()
+        )
 
     def _read(self) -> None:
         lines = self._log.read()
@@ -205,7 +215,7 @@ class _Run:
             return
         # RL saves before it reports a step, so the metrics may be those of the step before
         self.saves.note(latest, self.metrics)
-        self.saved = latest
+        self.saved, self._saved_at = latest, time.monotonic()
         self.saves.retain(self.spec.resources["verl"]["keep_last"])
         self._alive.happened()
 
@@ -217,7 +227,7 @@ class _Run:
     def _check_alive(self) -> None:
         limit = self.spec.workers["stall_timeout_s"]
         idle = self._alive.idle_s()
-        if self.saved < self.target and (lost := self._alive.lost_head(HEAD_S)):
+        if lost := self._alive.lost_head(HEAD_S):
             raise self._failed(f"Ray's {lost} ended")
         if idle < limit:
             return

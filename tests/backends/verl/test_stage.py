@@ -85,6 +85,14 @@ def test_a_trainer_that_failed_is_told_with_its_exit_code_and_step(tmp_path, mon
         standin.run(monkeypatch, standin.spec(tmp_path), exit_at=3, code=7)
 
 
+@pytest.mark.parametrize("knobs", [{"last_code": 134}, {"linger_s": 600}])
+def test_a_trainer_that_saved_its_last_step_has_done_its_work_however_it_ends(tmp_path, monkeypatch, knobs):
+    monkeypatch.setattr("opdctl.backends.verl.stage.END_S", 1.0)
+    given = standin.spec(tmp_path)
+    assert standin.run(monkeypatch, given, **knobs).step == 8
+    load_policy(given.output)
+
+
 def test_a_stage_with_nothing_left_to_do_publishes_without_starting_verl(tmp_path, monkeypatch):
     standin.run(monkeypatch, standin.spec(tmp_path))
     again, control = standin.spec(tmp_path, attempt=2), Recorder()
