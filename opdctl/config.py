@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _INSTANCE = re.compile(r"^(?P<sign>\+\+|\+|~)?stages\.(?P<selector>[^.=\[\]]+\[[^\]]*\])(?P<rest>.*)$", re.DOTALL)
 _KEY = re.compile(r"^(?P<sign>\+\+|\+|~)?(?P<key>[^=+~][^=]*)(?P<rest>=.*)?$", re.DOTALL)
 _EACH = re.compile(r"\$\{each\.([^{}]*)\}")
+_PLAIN = re.compile(r"\$\{([\w.-]+)\}")  # an interpolation without another inside
 
 
 def builtin_folder() -> Path:
@@ -183,8 +184,19 @@ class _Resolution:
     """
 
     config: "DictConfig"
-    problems: list[str] = field(default_factory=list)
+    failures: list[tuple[str, str, str]] = field(default_factory=list)  # key, its interpolation, what is wrong
     axes: dict[str, list[str]] = field(default_factory=dict)  # stage -> axes of its foreach
+
+    @property
+    def problems(self) -> list[str]:
+        """Each failure where it is, and not again at the keys that refer to it."""
+        failed = {key for key, _, _ in self.failures}
+        first = [
+            f"{key}: {text}"
+            for key, raw, text in self.failures
+            if not any(_overlap(reference, other) for reference in _PLAIN.findall(raw) for other in failed - {key})
+        ]
+        return first or [f"{key}: {text}" for key, _, text in self.failures]  # all of a circle refer to each other
 
     def tree(self) -> dict[str, Any]:
         from omegaconf import OmegaConf
@@ -253,7 +265,7 @@ class _Resolution:
         except ConfigError as error:
             if axes:  # by way of another key it may depend on the instance
                 return self._late(parent, name, raw)
-            self.problems.append(f"{key}: {error}")
+            self.failures.append((key, raw, str(error)))
             return BROKEN
 
     def _late(self, parent: "DictConfig | ListConfig", name: Any, raw: str) -> Late:
@@ -311,6 +323,11 @@ def _meant(config: "DictConfig", key: str) -> str:
             options = [str(name) for name in node if at or name != "each"]
             return near_miss(part, options, f"keys of {above}" if above else "keys")
     return ""
+
+
+def _overlap(a: str, b: str) -> bool:
+    """Are two keys the same, or one within the other?"""
+    return f"{a}.".startswith(f"{b}.") or f"{b}.".startswith(f"{a}.")
 
 
 def _axis_names(foreach: Any) -> list[str]:

@@ -68,16 +68,19 @@ def guarded(attempt: Path) -> Iterator[Tree]:
         end(attempt)
 
 
-def find(attempt: Path) -> list[int]:
-    """The living processes of an attempt, its worker and its watcher excepted."""
+def find(attempt: Path, besides: Iterable[int] = ()) -> list[int]:
+    """The living processes of an attempt, its worker and its watcher excepted, and those of `besides`."""
     entry = f"\0{VARIABLE}={attempt}\0".encode()
     found = []
-    for name in os.listdir("/proc"):
-        if name.isdigit() and int(name) != os.getpid():
-            with contextlib.suppress(OSError), open(f"/proc/{name}/environ", "rb") as stream:
-                if entry in b"\0" + stream.read() + b"\0":
-                    found.append(int(name))
-    return found
+    for pid in _all().difference(besides, [os.getpid()]):
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as stream:
+            if entry in b"\0" + stream.read() + b"\0":
+                found.append(pid)
+    return sorted(found)
+
+
+def _all() -> set[int]:
+    return {int(name) for name in os.listdir("/proc") if name.isdigit()}
 
 
 def command_of(pid: int) -> str:
@@ -138,7 +141,7 @@ def _remove_shared_memory(segments: set[tuple[int, int]]) -> None:
     """Those of `segments` that no living process holds: what was ours alone."""
     if not segments or not SHARED_MEMORY.is_dir():
         return
-    others = _shared_memory(int(name) for name in os.listdir("/proc") if name.isdigit())
+    others = _shared_memory(_all())
     for path in SHARED_MEMORY.iterdir():
         with contextlib.suppress(OSError):
             state = path.lstat()
@@ -178,8 +181,19 @@ def _boot() -> str | None:
 def _watch(attempt: Path) -> None:
     """Until the worker closes our input, or dies: note which shared memory its processes hold. Then end them."""
     known: set[tuple[int, int]] = set()
+    foreign: set[int] = set()  # told apart once: a machine may run thousands
+    changed, looks = -1, 0
     while not select.select([sys.stdin], [], [], LOOK_S)[0]:
-        note, held = _read_note(attempt), _shared_memory(find(attempt))
+        living = _all()
+        ours = find(attempt, foreign)
+        foreign = living - set(ours)
+        with contextlib.suppress(OSError):
+            if changed != (changed := SHARED_MEMORY.stat().st_mtime_ns):  # a segment was made, or removed
+                looks = 3  # it is mapped a little later
+        if looks == 0:
+            continue
+        looks -= 1
+        note, held = _read_note(attempt), _shared_memory(ours)
         if note is not None and held - known:
             known |= held
             _write_note(attempt, {**note, "memory": sorted(known)})

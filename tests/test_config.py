@@ -136,6 +136,17 @@ def test_a_misspelt_task_is_told_with_the_near_one(files):
     assert refused("tasks.math.linkz=12").problems[0].startswith("tasks.math.linkz: unknown key (did you mean 'links'?")
 
 
+def test_what_refers_to_a_failing_key_is_not_told_as_well(files):
+    failing = ["+scale.fit=${scale.fits.none}", "+scale.here=${scale.fit.x}", "seed=${scale.here}"]
+    [problem] = refused(*failing).problems
+    assert problem.startswith("scale.fit: '${scale.fits.none}' refers to nothing (did you mean 'fit'?")
+
+
+def test_keys_that_refer_to_each_other_in_a_circle_are_told(files):
+    problems = refused("+scale.a=${scale.b}", "+scale.b=${scale.a}").problems
+    assert [problem.partition(":")[0] for problem in problems] == ["scale.a", "scale.b"]
+
+
 def test_folders_with_odd_names_work(files):
     odd = files / "it's, [a] folder=1"
     odd.mkdir()

@@ -32,24 +32,15 @@ print(opdctl.__file__, sys.path == before)
     assert python(code, PYTHONPATH=BOOTSTRAP[0]) == [str(ROOT / "opdctl" / "__init__.py"), "True"]
 
 
-def test_a_process_that_loads_the_plug_in_before_verl_gets_the_same():
+def test_loaded_before_verl_as_by_a_worker_of_vllm_it_imports_neither_trainers_nor_vllm():
     code = """
-import opdctl_verl
+import opdctl_verl, sys
 from verl.utils.device import get_device_name
-from verl.workers.config import DistillationLossConfig
-print(get_device_name())
+heavy = ("vllm", "verl.workers.engine", "verl.trainer.ppo.core_algos", "verl.trainer.distillation.losses")
+print(get_device_name(), [name for name in heavy if name in sys.modules])
 """
     environment = {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "opdctl_verl"}
-    assert python(code, PYTHONPATH=os.pathsep.join(BOOTSTRAP), **environment)[-1] == "cpu"
-
-
-def test_loading_the_plug_in_imports_neither_trainers_nor_vllm():
-    code = """
-import sys, verl
-print([name for name in ("vllm", "verl.workers.engine", "verl.trainer.ppo.core_algos") if name in sys.modules])
-"""
-    environment = {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "opdctl_verl"}
-    assert python(code, PYTHONPATH=os.pathsep.join(BOOTSTRAP), **environment)[-1] == "[]"
+    assert python(code, PYTHONPATH=os.pathsep.join(BOOTSTRAP), **environment)[-2:] == ["cpu", "[]"]
 
 
 def test_with_an_accelerator_nothing_of_verl_is_mended():

@@ -12,6 +12,7 @@ from verl_batch import VOCABULARY, Batch, actor, distillation, padded
 
 from opdctl.engine import losses, vocab
 from opdctl.engine.advantages import group_advantages
+from opdctl.errors import OpdctlError
 
 MODES = {"sequence_mean": "seq-mean-token-mean", "token_mean": "token-mean", "constant": "seq-mean-token-sum-norm"}
 
@@ -157,7 +158,7 @@ def test_metrics_are_means_over_tokens(tell):
 def test_settings_that_would_change_the_loss_are_refused(tell, mode, settings):
     tell(told())
     batch = Batch(k=5 if "topk" in mode else 1)
-    with pytest.raises(ValueError, match=f"{mode} is the whole loss"):
+    with pytest.raises(OpdctlError, match=f"{mode} is the whole loss"):
         through_verl(batch, actor(), distillation(mode, topk=5, **settings), batch.data())
 
 
@@ -236,7 +237,7 @@ def test_topk_on_megatron_is_refused(tell):
     tell(told())
     batch, config = Batch(k=5), actor()
     object.__setattr__(config, "strategy", "megatron")
-    with pytest.raises(NotImplementedError, match="fsdp2"):
+    with pytest.raises(OpdctlError, match="megatron splits"):
         reverse_kl_topk(config, distillation("opdctl_reverse_kl_topk", topk=5), {}, batch.data())
 
 

@@ -106,7 +106,9 @@ def test_sft(folder, tell):
     check(verl_step.weights(made), wanted, start(folder))
     assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
     assert norm > OPTIMIZER["max_grad_norm"]  # the clip acted
-    assert metrics["lr"] == pytest.approx(learning_rate(Optimizer(**OPTIMIZER), 1, SCHEDULE["max_steps"]))
+    rates = [learning_rate(Optimizer(**OPTIMIZER), step, SCHEDULE["max_steps"]) for step in range(2)]
+    again = verl_step.train(made, verl_step.batch(SEQUENCES, sft=True))
+    assert [metrics["lr"], again["lr"]] == pytest.approx(rates)
 
 
 def scored(policy):

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from opdctl import processes
 from opdctl.backends.contract import StageSpec
 from opdctl.backends.verl.layout import layout
 from opdctl.errors import StageFailed, StageRefused
@@ -153,11 +154,17 @@ def _weights(spec: StageSpec, engine: Path, target: Path, environment: Mapping[s
     for folder in (engine / "huggingface", engine / "model" / "huggingface"):
         if any(folder.glob("*.safetensors")):
             return folder
+    if spec.config["train"]["precision"] != "bfloat16":
+        raise StageFailed(
+            f"{engine} holds no weights in Hugging Face format, and verl.model_merger would round them to bfloat16",
+            hint="the log says why verl did not write them; config.train.precision: bfloat16 would take its merger's",
+        )
     backend = "fsdp" if (engine / "fsdp_config.json").exists() else "megatron"
     command = [spec.workers["python"], "-m", "verl.model_merger", "merge", "--backend", backend]
     command += ["--local_dir", str(engine), "--target_dir", str(target)]
     logger.warning("no weights in Hugging Face format in the last save: %s", " ".join(command))
-    ended = subprocess.run(command, env=dict(environment), check=False)
+    with processes.guarded(Path(spec.events).parent) as tree:
+        ended = subprocess.run(command, env={**environment, **tree.environment}, check=False)
     if ended.returncode or not any(target.glob("*.safetensors")):
         raise StageFailed(
             f"the weights of {engine} could not be merged: verl.model_merger ended with exit code {ended.returncode}",

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from opdctl.errors import ConfigError
@@ -23,7 +23,9 @@ class Overrides:
         self._owner: dict[str, str] = {}
 
     def own(self, source: str, values: Mapping[str, Any]) -> None:
-        """Keys that follow from the user's key `source`: raw overrides of them are refused."""
+        """Keys that follow from the user's key `source`, or that opdctl relies on, for the reason that `source` gives:
+        raw overrides of them are refused.
+        """
         for key in self._add(values):
             self._owner[key] = source
 
@@ -43,14 +45,18 @@ class Overrides:
         return keys
 
     def add_raw(self, raw: Mapping[str, Any]) -> None:
-        """The user's own overrides, last. Raises ConfigError for keys that opdctl owns and for what is no key."""
+        """The user's own overrides, last; nested mappings are dotted keys. Raises ConfigError for keys that opdctl
+        owns and for what is no key.
+        """
         problems, seen = [], set()
-        for written, value in raw.items():
+        for written, value in _flat(raw):
             key = written.lstrip("+")
             if not _KEY.fullmatch(key):
                 problems.append(f"verl.{written}: not a key of verl; write it with dots, as a.b.c")
             elif owned := next((own for own in self._owner if _same_place(key, own)), None):
-                problems.append(f"verl.{key}: opdctl sets {owned} from {self._owner[owned]}; change it there")
+                source = self._owner[owned]
+                where = f"itself: {source}" if " " in source else f"from {source}; change it there"
+                problems.append(f"verl.{key}: opdctl sets {owned} {where}")
             elif key in seen:
                 problems.append(f"verl.{key}: given twice, with and without a +")
             else:
@@ -68,6 +74,14 @@ class Overrides:
 
     def __getitem__(self, key: str) -> Any:
         return self._values[key]
+
+
+def _flat(raw: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in raw.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", value
 
 
 def _same_place(key: str, owned: str) -> bool:

@@ -47,7 +47,7 @@ def overrides(spec: StageSpec) -> Overrides:
     if spec.kind != "sft":
         _ray(rendered, spec)
     rendered.own(
-        "the stage's folder",
+        "opdctl finds saves and logs in the stage's folder",
         {"hydra.run.dir": str(layout(spec).log.parent), "hydra.output_subdir": None, "hydra/job_logging": "stdout"},
     )
     rendered.add_raw(spec.verl)

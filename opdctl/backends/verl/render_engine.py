@@ -52,7 +52,7 @@ def model(overrides: Overrides, spec: StageSpec, at: str, given: InputSpec) -> N
 
 def checkpoint(overrides: Overrides, at: str) -> None:
     overrides.own(
-        "the recovery state and the published weights",
+        "opdctl resumes from and publishes what verl saves",
         {f"{at}.save_contents": [*SAVED, "hf_model"], f"{at}.load_contents": SAVED},
     )
 

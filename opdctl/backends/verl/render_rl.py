@@ -165,7 +165,7 @@ def _actor(overrides: Overrides, spec: StageSpec, settings: RlvrSettings | OpdSe
         render_engine.apply(overrides, render_engine.fsdp(spec, resources, train.precision, f"{ACTOR}.fsdp_config"))
     render_engine.optimizer(overrides, train, f"{ACTOR}.optim", megatron=megatron, updates=updates(settings))
     render_engine.checkpoint(overrides, f"{ACTOR}.checkpoint")
-    overrides.own("the recovery state and the published weights", {f"{ACTOR}.checkpoint.async_save": False})
+    overrides.own("opdctl resumes from and publishes what verl saves", {f"{ACTOR}.checkpoint.async_save": False})
     overrides.choose(
         {
             f"{ACTOR}.entropy_coeff": 0.0,
@@ -219,7 +219,7 @@ def _rollout(overrides: Overrides, spec: StageSpec, settings: RlvrSettings | Opd
             f"{ROLLOUT}.agent.num_workers": 1 if cpu else 8,
             f"{ROLLOUT}.agent.default_agent_loop": "single_turn_agent",
             f"{ROLLOUT}.checkpoint_engine.backend": "naive",
-            f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes": 16 if cpu else 4096,
+            f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes": 16 if cpu else 2048,
         }
     )
 
@@ -291,7 +291,7 @@ def _trainer(overrides: Overrides, spec: StageSpec, settings: RlvrSettings | Opd
     # opdctl deletes old saves: verl would do it before the new one is whole
     overrides.own("resources.verl.keep_last", {"trainer.max_actor_ckpt_to_keep": None})
     overrides.own(
-        "the stage's folder",
+        "opdctl finds saves and logs in the stage's folder",
         {
             "trainer.default_local_dir": str(layout(spec).checkpoints),
             "trainer.default_hdfs_dir": None,
@@ -301,7 +301,7 @@ def _trainer(overrides: Overrides, spec: StageSpec, settings: RlvrSettings | Opd
         },
     )
     overrides.own(
-        "opdctl's tracking, the one writer to MLflow",
+        "opdctl reads verl's log, and is the only writer to MLflow",
         {
             "trainer.logger": ["console", "file"],
             "trainer.project_name": "opdctl",
@@ -310,7 +310,7 @@ def _trainer(overrides: Overrides, spec: StageSpec, settings: RlvrSettings | Opd
         },
     )
     overrides.own(
-        "opdctl's eval stages",
+        "opdctl evaluates in stages of its own",
         {"trainer.test_freq": -1, "trainer.val_before_train": False, "trainer.val_only": False},
     )
     overrides.own("kind", {"trainer.use_v1": True, "critic.enable": False, "trainer.critic_warmup": 0})

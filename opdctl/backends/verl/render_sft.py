@@ -73,7 +73,7 @@ def _trainer(overrides: Overrides, spec: StageSpec, settings: SftSettings, resou
     overrides.own("resources.verl.keep_last", {"trainer.max_ckpt_to_keep": None})
     overrides.own("seed", {"trainer.seed": verl_seed(spec)})
     overrides.own(
-        "the stage's folder",
+        "opdctl finds saves and logs in the stage's folder",
         {
             "trainer.default_local_dir": str(layout(spec).checkpoints),
             "trainer.default_hdfs_dir": None,
@@ -82,7 +82,7 @@ def _trainer(overrides: Overrides, spec: StageSpec, settings: SftSettings, resou
         },
     )
     overrides.own(
-        "opdctl's tracking, the one writer to MLflow",
+        "opdctl reads verl's log, and is the only writer to MLflow",
         {
             "trainer.logger": ["console", "file"],
             "trainer.project_name": "opdctl",

@@ -80,16 +80,19 @@ def _ask(spec: StageSpec, asked: Sequence[Question]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="opdctl-verl-") as name:
         question, answer = Path(name) / "asked.json", Path(name) / "answer.json"
         question.write_text(json.dumps({"stages": list(asked)}))
-        ended = subprocess.run(
-            [spec.workers["python"], "-c", _PROGRAM, str(question), str(answer)],
-            cwd=name,  # a folder of the user's may hold modules of any name
-            env={**os.environ, **render.environment(spec)},
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=TIMEOUT_S,
-            check=False,
-        )
+        try:
+            ended = subprocess.run(
+                [spec.workers["python"], "-c", _PROGRAM, str(question), str(answer)],
+                cwd=name,  # a folder of the user's may hold modules of any name
+                env={**os.environ, **render.environment(spec)},
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=TIMEOUT_S,
+                check=False,
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return {"version": "", "failure": str(error)}
         if not answer.exists():
             tail = ended.stderr.strip().splitlines()[-1:] or ["it said nothing"]
             return {"version": "", "failure": f"ended with {ended.returncode}: {tail[0]}"}

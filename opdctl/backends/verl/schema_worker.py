@@ -35,6 +35,8 @@ from verl.workers.config import DistillationConfig
 
 VERL = Path(verl.__file__).parent
 _ROOTS = {"sft": "sft_trainer_engine", "rlvr": "ppo_trainer", "opd": "ppo_trainer"}
+# of verl's classes, which assert, look up and convert, and of Hydra around them
+_REFUSALS = (HydraException, OmegaConfBaseException, ValueError, TypeError, AssertionError, LookupError, RuntimeError)
 _GROUPS = ("engine=", "optim=", "model_engine=")  # overrides that choose among verl's files rather than set a value
 
 
@@ -63,8 +65,7 @@ def judge(kind: str, arguments: list[str]) -> Iterator[str]:
         # what `compose` does once it has read the files, which takes it half a second a stage
         ConfigLoaderImpl._apply_overrides_to_config(overrides, config)
         yield from _sft(config) if kind == "sft" else _ppo(config)
-    # what verl's classes raise is not of one kind: asserts, ValueError, NotImplementedError, Hydra's wrappers
-    except Exception as error:
+    except _REFUSALS as error:
         yield _told(error)
 
 

@@ -7,9 +7,11 @@ import os
 import secrets
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from getpass import getuser
 from pathlib import Path
 
 from opdctl import processes
@@ -25,11 +27,11 @@ from opdctl.records import read_json
 
 POLL_S = 0.5  # between two looks at the trainer
 HEAD_S = 12.0  # that a trainer gets to end once Ray has lost its head: when it fails, it takes the head down first
+END_S = 300.0  # that a trainer gets to end once it has saved the last step
 MEMORY_S = 60.0  # that the driver gets to free the memory of ended processes
 MEMORY_SLACK_MIB = 512
 logger = logging.getLogger(__name__)
-# what would make verl join a cluster, or report to a server, that is not this stage's
-_FOREIGN = ("RAY_ADDRESS", "RAY_AUTH_TOKEN_PATH", "MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID", "VERL_FILE_LOGGER_ROOT")
+_FOREIGN = ("MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID", "VERL_FILE_LOGGER_ROOT")  # opdctl alone tracks
 
 
 def run(spec: StageSpec, control: Control) -> StageResult:
@@ -74,14 +76,19 @@ def _folder(spec: StageSpec, given: InputSpec) -> Path:
 
 
 def _environment(spec: StageSpec, command: Command) -> dict[str, str]:
-    # on a CPU there are no devices to hide, and Ray counts slots for ranks as if they were some
-    unwanted = _FOREIGN if spec.workers["device"] == "cuda" else (*_FOREIGN, "CUDA_VISIBLE_DEVICES")
+    unwanted = set(_FOREIGN)
+    own: dict[str, str] = {}
+    if (address := spec.workers["ray_address"]) is not None:
+        own["RAY_ADDRESS"] = address
+    else:
+        unwanted |= {"RAY_ADDRESS", "RAY_AUTH_TOKEN_PATH"}
+        own["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    if spec.workers["device"] == "cpu":
+        unwanted.add("CUDA_VISIBLE_DEVICES")  # Ray counts slots for ranks as if they were devices
     inherited = {name: value for name, value in os.environ.items() if name not in unwanted}
-    if spec.workers["device"] == "cpu":  # Ray's "GPUs" are processes then, and it would miss them among the devices
-        inherited.pop("CUDA_VISIBLE_DEVICES", None)
-    own = {"RAY_AUTH_TOKEN": secrets.token_hex(32)} if spec.workers["ray_address"] is None else {}
-    joined = {"RAY_ADDRESS": spec.workers["ray_address"]} if spec.workers["ray_address"] else {}
-    return inherited | dict(command.environment) | own | joined
+    # compiled kernels outlive the stage's temporary folder
+    kept = {"TORCHINDUCTOR_CACHE_DIR": str(Path(tempfile.gettempdir()) / f"torchinductor_{getuser()}")}
+    return kept | inherited | dict(command.environment) | own
 
 
 def _check_ranks(spec: StageSpec, saves: Saves, start: int) -> None:
@@ -99,22 +106,24 @@ def _train(spec: StageSpec, control: Control, saves: Saves, target: int, command
     """From the newest save to the last step; the metrics of that step."""
     attempt = Path(spec.events).parent
     before = _memory_used(spec)
-    with processes.guarded(attempt) as tree, (attempt / "log.txt").open("ab") as log:
-        process = subprocess.Popen(
-            command.argv,
-            env={**command.environment, **tree.environment},
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            process_group=0,
-        )
-        run = _Run(spec, control, saves, target, tree, process)
-        try:
-            run.follow()
-        finally:
-            process.kill()  # it is our child, to be waited for; `guarded` ends the others
-            process.wait()
-    _await_memory(spec, before)
+    try:
+        with processes.guarded(attempt) as tree, (attempt / "log.txt").open("ab") as log:
+            process = subprocess.Popen(
+                command.argv,
+                env={**command.environment, **tree.environment},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                process_group=0,
+            )
+            run = _Run(spec, control, saves, target, tree, process)
+            try:
+                run.follow()
+            finally:
+                process.kill()  # it is our child, to be waited for; `guarded` ends the others
+                process.wait()
+    finally:
+        _await_memory(spec, before)
     run.judge()
     return dict(run.metrics)
 
@@ -141,6 +150,7 @@ class _Run:
         self._log = progress.Lines(log, log.stat().st_size)
         self._reports = progress.Lines(layout(self.spec).log)
         self._alive = Liveness(self.tree)
+        self._saved_at = time.monotonic()
 
     def follow(self) -> None:
         """Until the trainer has ended. Raises Stopped, and StageFailed for a trainer that started elsewhere than at
@@ -153,24 +163,32 @@ class _Run:
             self._check_failure()
             if not running:
                 return
-            if self.control.stop_requested() and self.saved < self.target:
+            if self.saved >= self.target:
+                if time.monotonic() - self._saved_at > END_S:
+                    logger.warning("verl has saved its last step %.0f s ago and does not end: it is ended", END_S)
+                    return
+            elif self.control.stop_requested():
                 raise Stopped
-            self._check_alive()
+            else:
+                self._check_alive()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(POLL_S)
 
     def judge(self) -> None:
-        """Of an ended trainer: raises StageFailed unless it made and saved the last step."""
-        if code := self.process.returncode:
+        """Of an ended trainer: raises StageFailed unless it saved the last step, whatever its exit code says."""
+        code, newest = self.process.returncode, max(self.saves.whole(), default=0)
+        if newest >= self.target:
+            if code:
+                logger.warning("verl ended with exit code %d after its last save", code)
+            return
+        if code:
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             raise self._failed(f"verl {how}")
-        newest = self.saves.mend()
-        if newest < self.target:
-            of = f"of {self._steps(self.target)} steps"
-            made = "without one new step" if self.step == self.start else f"after step {self._steps(self.step)}"
-            raise StageFailed(
-                f"verl ended with exit code 0 {made}: {self._steps(newest)} {of} are saved", hint=self._see_log()
-            )
+        of = f"of {self._steps(self.target)} steps"
+        made = "without one new step" if self.step == self.start else f"after step {self._steps(self.step)}"
+        raise StageFailed(
+            f"verl ended with exit code 0 {made}: {self._steps(newest)} {of} are saved", hint=self._see_log()
+        )
 
     def _read(self) -> None:
         lines = self._log.read()
@@ -197,7 +215,7 @@ class _Run:
             return
         # RL saves before it reports a step, so the metrics may be those of the step before
         self.saves.note(latest, self.metrics)
-        self.saved = latest
+        self.saved, self._saved_at = latest, time.monotonic()
         self.saves.retain(self.spec.resources["verl"]["keep_last"])
         self._alive.happened()
 
@@ -209,7 +227,7 @@ class _Run:
     def _check_alive(self) -> None:
         limit = self.spec.workers["stall_timeout_s"]
         idle = self._alive.idle_s()
-        if self.saved < self.target and (lost := self._alive.lost_head(HEAD_S)):
+        if lost := self._alive.lost_head(HEAD_S):
             raise self._failed(f"Ray's {lost} ended")
         if idle < limit:
             return

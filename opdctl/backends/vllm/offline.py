@@ -26,6 +26,7 @@ from opdctl.workers import VllmResources
 
 PROGRAM = Path(__file__).with_name("worker.py")
 CPU_KV_CACHE = 1 << 30  # bytes; VLLM_CPU_KVCACHE_SPACE (in GiB) of the user's environment goes first
+CPU_BATCHED_TOKENS = 2048  # of one forward pass; a whole prompt has to fit
 POLL_S = 0.2  # between two looks at a request to stop
 TELL_S = 1.0  # between two events
 DUMP_S = 2.0  # that a hung process gets to print its stacks
@@ -101,7 +102,14 @@ class Offline:
             "disable_log_stats": True,
         }
         if self.spec.workers["device"] == "cpu":
-            return arguments | {"enforce_eager": True, "kv_cache_memory_bytes": CPU_KV_CACHE}
+            return arguments | {
+                "enforce_eager": True,
+                "kv_cache_memory_bytes": CPU_KV_CACHE,
+                # of a prompt that is read in parts vLLM takes back the first draws, which no CPU generator with a seed
+                # can do: "CPU Generator does not use offset"
+                "enable_chunked_prefill": False,
+                "max_num_batched_tokens": max(CPU_BATCHED_TOKENS, arguments["max_model_len"]),
+            }
         return arguments | {
             "tensor_parallel_size": self.resources.tensor_parallel,
             "gpu_memory_utilization": self.resources.memory,

@@ -1,7 +1,6 @@
 """Stages on a stand-in for verl (`trainer.py`), in this process or by the command line."""
 
 import json
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from backends.verl import examples
 from engine.stages import EFFORTS, MODEL, TASKS, Recorder
 
 from opdctl import processes
-from opdctl.backends import verl
+from opdctl.backends import BACKENDS, verl
 from opdctl.backends.contract import StageResult, StageSpec
 from opdctl.backends.verl.stage import run as run_stage
 from opdctl.plan import make_plan
@@ -67,24 +66,23 @@ def left(folder: Path) -> list[int]:
 
 def execute_in(workspace: Path, *, notes=None) -> Outcome:
     """An SFT stage of eight steps, planned and executed as the command line does."""
-    unchecked = ModuleType("unchecked")  # verl's own classes cannot be asked
+    unchecked = ModuleType(verl.__name__)  # verl's own classes cannot be asked
     unchecked.__dict__.update(vars(verl), check=lambda specs: {})
-    toy.BACKENDS["verl"] = unchecked
-    sys.modules["unchecked"] = unchecked
-    unchecked.__name__ = verl.__name__
+    sft = toy.sft(backend="verl") | {"config": {"data": {"tasks": ["plain"]}, "max_tokens": 64, "train": TRAIN}}
     wanted = toy.pipeline(
-        {"sft": toy.sft(backend="verl") | {"config": {"data": {"tasks": ["plain"]}, "max_tokens": 64, "train": TRAIN}}},
+        {"sft": sft},
         folder=workspace,
         knobs={"plain": {"max": 1}},
         workers={"verl": {"python": python(workspace), "device": "cpu"}},
         model=MODEL,
         machine={"slots": 2, "cpus": 2, "gpus": 1},
     )
-    folder = Workspace(workspace).run("r")
-    return execute(make_plan(wanted, folder), reporter=notes or toy.Silent())
+    BACKENDS["verl"] = unchecked
+    try:
+        return execute(make_plan(wanted, Workspace(workspace).run("r")), reporter=notes or toy.Silent())
+    finally:
+        BACKENDS["verl"] = verl
 
 
 if __name__ == "__main__":
     print(execute_in(Path(sys.argv[1])))
-    sys.stdout.flush()
-    os._exit(0)

@@ -93,8 +93,7 @@ def test_prompts_are_the_engines_split_into_its_optimizer_steps(rlvr):
 
 def test_dynamic_sampling_has_rows_for_every_round(rlvr):
     plain, dynamic = write(rlvr()), write(rlvr(dynamic_sampling={"max_rounds": 3}))
-    assert len(plain) == 4 * 4
-    assert len(dynamic) == 3 * len(plain)
+    assert (len(plain), len(dynamic)) == (4 * 4, 3 * 4 * 4)
 
 
 def test_the_last_steps_have_rows_where_batches_do_not_divide_them(rlvr):
@@ -270,8 +269,14 @@ def test_a_large_cold_start_model_is_asked_in_vllm(rlvr, monkeypatch):
     asked = []
 
     class Offline:
-        def __init__(self, spec, control):
-            asked.append((spec.config["rollout"], spec.resources["vllm"]["tensor_parallel"]))
+        def __init__(self, spec, control, rollout, resources):
+            asked.append((rollout.max_completion_tokens, resources.tensor_parallel))
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            asked.append("closed")
 
         def open(self, given):
             raise StageRefused(f"vLLM for {given.label}")
@@ -282,8 +287,7 @@ def test_a_large_cold_start_model_is_asked_in_vllm(rlvr, monkeypatch):
     spec = replace(spec, resources={**spec.resources, "verl": {"rollout_tensor_parallel": 2}})
     with pytest.raises(StageRefused, match="vLLM for cold start"):
         write(spec)
-    assert asked[0][1] == 2
-    assert asked[0][0]["max_completion_tokens"] == 6
+    assert asked == [(6, 2), "closed"]
 
 
 # ------------------------------------------------------------------------------------------------------- refusals

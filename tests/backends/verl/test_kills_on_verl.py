@@ -59,6 +59,7 @@ class Run:
         self.workspace, self.state = workspace, workspace / "runs/r/stages/it/state"
         self.steps, self.stall_timeout_s = steps, stall_timeout_s
         self.stage = stage
+        self.held: set[tuple[int, int]] = set()  # shared memory of all attempts
         self.write()
 
     def write(self) -> None:
@@ -94,6 +95,10 @@ class Run:
     def events(self) -> list[int]:
         return [json.loads(line)["step"] for line in (self.attempt / "events.jsonl").read_text().splitlines()]
 
+    def shared_memory(self) -> set[tuple[int, int]]:
+        """(device, inode) of the segments that the running attempt was seen to hold."""
+        return {tuple(pair) for pair in json.loads((self.attempt / processes.NOTE).read_text())["memory"]}
+
     def named(self, word: str) -> int:
         """A process of the attempt whose command line holds a word."""
         found = [pid for pid in processes.find(self.attempt) if word in _arguments(pid)]
@@ -117,6 +122,7 @@ class Run:
         with self.start() as process:
             _wait(lambda: self.saved() > before or process.poll() is not None, START_S)
             assert process.poll() is None, process.communicate()[0]
+            self.held |= self.shared_memory()
             deed(process)
             _wait(lambda: not self.left(), max(GONE_S, 2 * self.stall_timeout_s if deed.__name__ == "hang" else 0))
             told = process.communicate(timeout=120)[0]
@@ -157,8 +163,9 @@ def _wait(condition, seconds: float) -> None:
         time.sleep(0.2)
 
 
-def _segments() -> set[str]:
-    return {path.name for path in Path("/dev/shm").iterdir()}
+def _segments() -> set[tuple[int, int]]:
+    states = [path.lstat() for path in processes.SHARED_MEMORY.iterdir()]
+    return {(state.st_dev, state.st_ino) for state in states}
 
 
 def test_sft_survives_the_kill_of_its_launcher_a_hang_and_a_torn_latest_file(workspace):
@@ -187,7 +194,6 @@ def test_sft_survives_the_kill_of_its_launcher_a_hang_and_a_torn_latest_file(wor
 
 
 def test_grpo_survives_the_kill_of_its_worker_of_ray_and_of_opdctl(workspace):
-    before = _segments()
     run = Run(workspace, GRPO, 40)
 
     def kill_worker(process) -> None:
@@ -202,7 +208,8 @@ def test_grpo_survives_the_kill_of_its_worker_of_ray_and_of_opdctl(workspace):
     assert "its worker was killed by SIGKILL" in run.after_a_save(kill_worker)
     assert "Ray's" in run.after_a_save(kill_ray)
     run.after_a_save(kill_opdctl)
-    assert _segments() <= before
+    assert run.held
+    assert not run.held & _segments()
     saves = [int(path.name.rpartition("_")[2]) for path in run.state.glob("checkpoints/global_step_*")]
     assert len(saves) <= 2  # the last one, and perhaps one that was cut short
     run.finish()

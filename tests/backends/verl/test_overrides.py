@@ -80,6 +80,12 @@ def test_a_raw_override_takes_the_place_of_a_choice_and_comes_last():
     ]
 
 
+def test_nested_mappings_are_dotted_keys():
+    overrides = rendered()
+    overrides.add_raw({"data": {"workers": 4}, "x": {"y": {"z": 1}, "none": {}}})
+    assert overrides.arguments()[-3:] == ["++data.workers=4", "++x.y.z=1", "++x.none={}"]
+
+
 def test_a_raw_key_given_twice_is_refused():
     with pytest.raises(ConfigError, match=r"verl\.x\.y: given twice"):
         rendered().add_raw({"x.y": 1, "+x.y": 2})

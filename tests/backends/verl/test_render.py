@@ -223,17 +223,17 @@ def test_a_raw_override_reaches_verl():
 @pytest.mark.parametrize(
     ("key", "source"),
     [
-        ("data.train_batch_size", "config.rollout.prompts"),
-        ("trainer.total_training_steps", "config.train.max_steps"),
-        ("trainer.logger", "opdctl's tracking"),
-        ("trainer.default_local_dir", "the stage's folder"),
-        ("distillation.teacher_models.t0.inference.load_format", "inputs.teachers"),
-        ("distillation.teacher_models.t0.inference.engine_kwargs.vllm.max_logprobs", "config.loss"),
-        ("distillation.n_gpus_per_node", "resources.verl.teacher_replicas"),
+        ("data.train_batch_size", "from config.rollout.prompts; change it there"),
+        ("trainer.total_training_steps", "from config.train.max_steps; change it there"),
+        ("trainer.logger", "itself: opdctl reads verl's log, and is the only writer to MLflow"),
+        ("trainer.default_local_dir", "itself: opdctl finds saves and logs in the stage's folder"),
+        ("distillation.teacher_models.t0.inference.load_format", "from inputs.teachers; change it there"),
+        ("distillation.teacher_models.t0.inference.engine_kwargs.vllm.max_logprobs", "from config.loss; change it"),
+        ("distillation.n_gpus_per_node", "from resources.verl.teacher_replicas; change it there"),
     ],
 )
 def test_a_raw_override_of_what_opdctl_sets_is_refused(key, source):
-    with pytest.raises(ConfigError, match=f"opdctl sets {key} from {source}"):
+    with pytest.raises(ConfigError, match=f"opdctl sets {key} {source}"):
         render.command(examples.spec("opd", raw={key: 1}))
 
 

@@ -80,6 +80,14 @@ def test_an_interpreter_that_fails_is_told_with_its_last_line(tmp_path):
     assert "ended with 3: cannot load libfoo" in line[0]
 
 
+def test_a_file_that_is_no_program_is_told(tmp_path):
+    python = tmp_path / "python"
+    python.write_bytes(b"\x00")
+    python.chmod(0o755)
+    (line,) = schema.check([spec(str(python))]).values()
+    assert "Exec format error" in line[0]
+
+
 def test_a_raw_override_of_an_owned_key_needs_no_interpreter(tmp_path):
     found = schema.check([spec(str(tmp_path / "none"), raw={"data.train_batch_size": 3})])
     assert list(found.values()) == [

@@ -18,6 +18,7 @@ from backends.verl import standin
 from engine.stages import Recorder
 from safetensors.torch import load_file, save_file
 
+from opdctl import processes
 from opdctl.backends.contract import Stopped
 from opdctl.backends.verl.checkpoints import saves_of
 from opdctl.backends.verl.layout import layout
@@ -61,6 +62,14 @@ def test_weights_that_are_not_finite_are_not_published(tmp_path, monkeypatch):
         standin.run(monkeypatch, standin.spec(tmp_path, attempt=2))
 
 
+def test_weights_are_not_rounded_by_verls_merger_unless_that_is_the_precision(tmp_path, monkeypatch):
+    given = standin.spec(tmp_path)
+    standin.run(monkeypatch, given)
+    (layout(given).checkpoints / "global_step_8" / "huggingface" / "model.safetensors").unlink()
+    with pytest.raises(StageFailed, match="no weights in Hugging Face format, .* would round them to bfloat16"):
+        standin.run(monkeypatch, standin.spec(tmp_path, attempt=2))
+
+
 def test_exit_code_0_without_a_new_step_is_a_failure(tmp_path, monkeypatch):
     with pytest.raises(StageFailed, match="exit code 0 without one new step: 0 of 8 steps"):
         standin.run(monkeypatch, standin.spec(tmp_path), exit_at=0)
@@ -74,6 +83,14 @@ def test_exit_code_0_before_the_last_step_is_a_failure(tmp_path, monkeypatch):
 def test_a_trainer_that_failed_is_told_with_its_exit_code_and_step(tmp_path, monkeypatch):
     with pytest.raises(StageFailed, match="verl ended with exit code 7 after step 3"):
         standin.run(monkeypatch, standin.spec(tmp_path), exit_at=3, code=7)
+
+
+@pytest.mark.parametrize("knobs", [{"last_code": 134}, {"linger_s": 600}])
+def test_a_trainer_that_saved_its_last_step_has_done_its_work_however_it_ends(tmp_path, monkeypatch, knobs):
+    monkeypatch.setattr("opdctl.backends.verl.stage.END_S", 1.0)
+    given = standin.spec(tmp_path)
+    assert standin.run(monkeypatch, given, **knobs).step == 8
+    load_policy(given.output)
 
 
 def test_a_stage_with_nothing_left_to_do_publishes_without_starting_verl(tmp_path, monkeypatch):
@@ -178,7 +195,7 @@ def test_the_last_saves_are_kept_across_attempts(tmp_path, monkeypatch, keep, ke
 
 def test_a_trainer_that_hangs_is_ended_with_the_stacks_of_its_processes(tmp_path, monkeypatch):
     given = standin.spec(tmp_path, workers={"stall_timeout_s": 6.0})
-    with pytest.raises(StageFailed, match=r"verl hangs after step 3: no event, .* for \d+ s") as caught:
+    with pytest.raises(StageFailed, match=r"verl hangs after step \d: no event, .* for \d+ s") as caught:
         standin.run(monkeypatch, given, hang_at=3)
     assert "stacks" in caught.value.hint
     assert standin.left(tmp_path) == []
@@ -208,6 +225,23 @@ def test_shared_memory_and_temporary_files_of_a_stage_are_removed_and_no_other(t
         foreign.unlink()
 
 
+def test_a_stage_whose_ray_has_lost_its_head_ends_soon(tmp_path, monkeypatch):
+    monkeypatch.setattr("opdctl.backends.verl.stage.HEAD_S", 1.0)
+    monkeypatch.setattr("opdctl.backends.verl.watch.LOOK_S", 0.2)
+    given = standin.spec(tmp_path)
+
+    class Killer(Recorder):
+        def emit(self, step, total, metrics, phase="train"):
+            super().emit(step, total, metrics, phase)
+            for pid in processes.find(Path(given.events).parent):
+                if step == 2 and processes.command_of(pid) == "gcs_server":
+                    os.kill(pid, signal.SIGKILL)
+
+    with pytest.raises(StageFailed, match=r"Ray's gcs_server ended after step \d"):
+        standin.run(monkeypatch, given, Killer(), sleep_s=1.0, head=1)
+    assert standin.left(tmp_path) == []
+
+
 def test_a_failure_that_the_plug_in_tells_of_ends_the_stage(tmp_path, monkeypatch):
     given = standin.spec(tmp_path)
 
@@ -218,6 +252,19 @@ def test_a_failure_that_the_plug_in_tells_of_ends_the_stage(tmp_path, monkeypatc
 
     with pytest.raises(StageFailed, match="the verifier fell over"):
         standin.run(monkeypatch, given, Telling(), sleep_s=0.3)
+
+
+def test_a_stage_ends_once_its_gpus_have_the_memory_back_that_it_found(tmp_path, monkeypatch):
+    told = tmp_path / "told"  # a line for each time that nvidia-smi is asked; it then forgets the line
+    told.write_text("1000 500\n79000 500\n30000 500\n1100 500\n0 0\n")
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(f"#!/bin/sh\nhead -1 {told} | tr ' ' '\\n'\nsed -i 1d {told}\necho $@ >> {tmp_path}/asked\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    standin.run(monkeypatch, replace(standin.spec(tmp_path), devices=[2, 3]))
+    assert told.read_text() == "0 0\n"
+    assert (tmp_path / "asked").read_text().splitlines()[0].endswith("-i 2,3")
 
 
 # ---------------------------------------------------------------------------------------------- kills from outside
@@ -256,11 +303,10 @@ def resumed(workspace: Path, monkeypatch) -> toy.Notes:
     return notes
 
 
-@pytest.mark.parametrize("victims", ["worker", "orchestrator", "both"])
+@pytest.mark.parametrize("victims", ["worker", "both"])
 def test_nothing_of_a_killed_stage_is_left_and_the_next_run_goes_on_from_its_save(workspace, monkeypatch, victims):
     with started(workspace, monkeypatch) as process:
-        pids = {"worker": [worker(workspace)], "orchestrator": [process.pid]}
-        for pid in pids.get(victims) or [*pids["worker"], *pids["orchestrator"]]:
+        for pid in (worker(workspace), *([process.pid] if victims == "both" else [])):
             os.kill(pid, signal.SIGKILL)
         wait(lambda: not standin.left(workspace), 30)
     segment = next(workspace.glob("runs/r/stages/sft/attempts/1/daemon")).read_text()

@@ -32,6 +32,8 @@ def main():
     step = _start(folder, knobs)
     if "daemon" in knobs:
         _daemon()
+    if "head" in knobs:
+        _head()
     reports = os.open(os.environ["VERL_FILE_LOGGER_PATH"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     while step < total:
         time.sleep(knobs.get("sleep_s", 0))
@@ -44,6 +46,8 @@ def main():
             _save(folder, step, kind, model, torn=knobs.get("torn_at") == step)
         data = {"train/loss": 1 / step, "train/mfu": 0.5} if kind == "sft" else {"training/global_step": step}
         os.write(reports, json.dumps({"step": step, "data": data}).encode() + b"\n")
+    time.sleep(knobs.get("linger_s", 0))
+    sys.exit(knobs.get("last_code", 0))
 
 
 def _start(folder, knobs):
@@ -65,6 +69,13 @@ def _daemon():
         time.sleep(0.01)
 
 
+def _head():
+    """A process that is called like Ray's."""
+    program = Path(os.environ["TMPDIR"]) / "gcs_server"
+    program.symlink_to(shutil.which("sleep"))
+    subprocess.Popen([program, "600"], start_new_session=True)
+
+
 def _save(folder, step, kind, model, torn):
     save = folder / f"global_step_{step}"
     engine = save if kind == "sft" else save / "actor"
@@ -74,6 +85,7 @@ def _save(folder, step, kind, model, torn):
     (engine / "fsdp_config.json").write_text('{"FSDP_version": 2, "world_size": 1}')
     for name in ("config.json", "model.safetensors"):
         shutil.copy(model / name, engine / "huggingface" / name)
+    (engine / "huggingface" / "chat_template.jinja").write_text("what verl was given")
     latest = folder / "latest_checkpointed_iteration.txt"
     if torn:  # a kill while it writes
         latest.write_text("")

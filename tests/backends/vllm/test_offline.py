@@ -88,6 +88,8 @@ def test_the_engine_is_made_for_the_device(tmp_path):
     [on_cpu], [on_gpu] = noted(cpu, "arguments"), noted(gpu, "arguments")
     assert on_cpu.pop("enforce_eager") is True
     assert on_cpu.pop("kv_cache_memory_bytes") > 0
+    assert on_cpu.pop("enable_chunked_prefill") is False
+    assert on_cpu.pop("max_num_batched_tokens") >= on_cpu["max_model_len"]
     assert on_gpu.pop("tensor_parallel_size") == 2
     assert on_gpu.pop("gpu_memory_utilization") == 0.5
     assert on_cpu.pop("model") != on_gpu.pop("model")

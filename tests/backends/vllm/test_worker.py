@@ -131,6 +131,16 @@ def test_greedy_tokens_are_those_of_the_embedded_engine(served, prompts):
     assert any(len(tokens) > 3 for tokens in theirs.completions)
 
 
+def test_prompts_of_more_tokens_than_a_forward_pass_takes_are_answered(served, prompts):
+    generate, _ = served
+    many = [prompts[-1]] * (2 * offline.CPU_BATCHED_TOKENS // len(prompts[-1]))
+    options = SAMPLING | {"group_size": 1, "temperature": 1.0, "top_p": 1.0, "top_k": 0}
+    drawn = generate(many, **options, keys=range(len(many)))
+    again = generate(many, **options, keys=range(len(many)))
+    assert drawn.completions == again.completions
+    assert len({tuple(tokens) for tokens in drawn.completions}) > 10
+
+
 @pytest.mark.parametrize(("temperature", "top_p", "top_k"), [(1.0, 1.0, 0), (0.7, 0.8, 0), (1.3, 0.9, 6)])
 def test_log_probabilities_are_those_of_the_distribution_that_is_drawn_from(served, prompts, temperature, top_p, top_k):
     generate, policy = served

@@ -28,6 +28,7 @@ from opdctl.backends.verl.layout import ROUTE
 from opdctl.backends.verl.plugin.told import told
 from opdctl.engine.losses import clipped_policy_loss, opd_advantage
 from opdctl.engine.vocab import CHUNK_BYTES, Rest, topk_chunk
+from opdctl.errors import OpdctlError
 
 POLICY_GRADIENT = "opdctl_policy_gradient"
 TOPK = "opdctl_reverse_kl_topk"
@@ -74,7 +75,10 @@ def reverse_kl_topk(
     """`topk_reverse_kl`, which `topk_of_logits` has computed where the logits were."""
     _check(config, distillation_config)
     if config.strategy == "megatron":
-        raise NotImplementedError(f"{TOPK} needs whole rows of logits: strategy fsdp2, not megatron")
+        raise OpdctlError(
+            f"{TOPK}: megatron splits logits over GPUs, and the loss needs whole rows",
+            hint="set resources.verl.strategy to fsdp2",
+        )
     values = {name: no_padding_2_padding(value, data) for name, value in model_output.items() if name in _TOPK_OUTPUTS}
     loss_BR = values.pop("distillation_losses")
     return loss_BR * _factors(data, loss_BR), _means({"reverse_kl": loss_BR.detach(), **values}, data)
@@ -83,10 +87,11 @@ def reverse_kl_topk(
 def _check(config: ActorConfig, distillation_config: DistillationConfig) -> None:
     own = distillation_config.distillation_loss
     if own.use_policy_gradient or own.use_task_rewards or own.loss_max_clamp is not None:
-        raise ValueError(
+        raise OpdctlError(
             f"distillation_loss.loss_mode={own.loss_mode} is the whole loss: it needs use_policy_gradient=False, "
             f"use_task_rewards=False and loss_max_clamp=null, not {own.use_policy_gradient}, {own.use_task_rewards} "
-            f"and {own.loss_max_clamp}"
+            f"and {own.loss_max_clamp}",
+            hint="leave these keys to opdctl",
         )
 
 

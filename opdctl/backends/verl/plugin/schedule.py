@@ -14,9 +14,11 @@ from opdctl.settings import Optimizer
 def take_over(transformer_impl: ModuleType) -> None:
     """Have the engines of verl/workers/engine/fsdp/transformer_impl.py follow `opdctl.engine.optim.learning_rate`.
 
-    They know `constant` and `cosine`, and a warm-up that starts at 0, so that its first step is lost.
+    They know `constant` and `cosine`, and a warm-up that starts at 0, so that its first step is lost; and they report
+    the rate of the step to come.
     """
     transformer_impl.FSDPEngine._build_lr_scheduler = _build_lr_scheduler
+    transformer_impl.FSDPEngine.lr_scheduler_step = _lr_scheduler_step
 
 
 def _build_lr_scheduler(engine: Any, optimizer: torch.optim.Optimizer) -> LambdaLR:
@@ -28,3 +30,10 @@ def _build_lr_scheduler(engine: Any, optimizer: torch.optim.Optimizer) -> Lambda
         return learning_rate(settings, batch * asked["updates"], asked["max_steps"]) / settings.lr
 
     return LambdaLR(optimizer, share)
+
+
+def _lr_scheduler_step(engine: Any) -> float:
+    """Moves on, and returns the rate of the step just made."""
+    rate: float = engine.lr_scheduler.get_last_lr()[0]
+    engine.lr_scheduler.step()
+    return rate
