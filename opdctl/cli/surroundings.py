@@ -55,7 +55,7 @@ def export(
     source, record = finished_stage(run, stage)
     if record.kind in ("eval", "sample"):
         raise ConfigError(
-            f"stage {stage} is of kind {record.kind} and has no model of its own", hint="export one that trains"
+            f"stage {stage} is of kind {record.kind} and has none of its own", hint="export one that trains or merges"
         )
     from opdctl.engine.export import export_model
 
