@@ -70,6 +70,13 @@ def test_more_evaluation_prompts_than_rows_are_refused_with_both_numbers(rows):
     assert problem.startswith("stages.eval.config.rollout.prompts: 50, but task 'sums' has ")
 
 
+def test_more_prompts_to_sample_than_rows_are_refused_with_both_numbers(rows):
+    sample = toy.evaluation(task="sums") | {"kind": "sample", "inputs": {"model": "stage:first"}}
+    sample["config"]["rollout"]["prompts"] = 50
+    [problem] = problems(recipe(rows, {"sums": task(held_out=0.0)}, stages={"first": toy.sft(), "drawn": sample}))
+    assert problem == "stages.drawn.config.rollout.prompts: 50, but task 'sums' has 40 rows for training"
+
+
 def test_rows_without_a_teacher_are_refused_by_their_columns(rows):
     train = {"max_steps": 4, "global_batch_size": 4, "save_every": 2, "optimizer": {"lr": 0.1}}
     rollout = {"prompts": 4, "max_prompt_tokens": 8, "max_completion_tokens": 8}

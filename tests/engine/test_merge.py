@@ -100,6 +100,15 @@ def test_another_seed_drops_other_entries(tmp_path, models):
     assert merged[0] == merged[1] != merged[2]
 
 
+def test_tensors_of_one_shape_drop_different_entries(tmp_path, models):
+    given = spec(tmp_path / "m", {"method": "dare", "drop_rate": 0.5, "scale": 1.0}, models[1:2], base=models[0])
+    run(given)
+    base, merged = weights_of(models[0]), weights_of(given.output)
+    first, second = (merged[name] == base[name] for name in (f"model.layers.{n}.mlp.up_proj.weight" for n in (0, 1)))
+    assert 0.3 < float(first.float().mean()) < 0.7
+    assert not torch.equal(first, second)
+
+
 def test_the_norm_of_a_whole_model_is_over_all_its_tensors(tmp_path, models):
     how = LONGCAT | {"drop_rate": 0.0, "norm": "l1"}
     given = spec(tmp_path / "merge", how, models[1:], base=models[0])

@@ -176,6 +176,11 @@ def test_ties_by_hand():
     assert whole(methods.ties(parts, ones(2), 0.5, 1.0)).tolist() == [-5.0, 3.0, 2.0, 0.0]
 
 
+def test_signs_in_balance_count_as_positive():
+    merged = methods.ties(parts_of([[1.0, -2.0], [-1.0, 2.0]], [0.0, 0.0]), ones(2), 1.0, 1.0)
+    assert whole(merged).tolist() == [1.0, 2.0]
+
+
 def test_sce_by_hand():
     # variances 16, 1, 0.25 and none: two of the three are selected; energies 9 + 9 and 25 + 1 give 18/44, 26/44
     parts = parts_of([[3.0, 3.0, 1.0, 2.0], [-5.0, 1.0, 2.0, 2.0]], [0.0] * 4)
