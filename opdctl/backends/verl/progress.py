@@ -33,7 +33,6 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     },
     "opd": {
         "actor/loss": "loss",
-        "actor/distillation/reverse_kl": "reverse_kl",  # of the sampled token, or over the teacher's top-k
         "actor/grad_norm": "grad_norm",
         "actor/lr": "lr",
         "actor/entropy": "student_entropy",
