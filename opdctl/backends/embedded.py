@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 from opdctl.backends.contract import Control, StageResult, StageSpec
 
-REVISION = "1"
+REVISION = "2"
 KINDS = {
     "sft": "opdctl.engine.sft",
     "rlvr": "opdctl.engine.rlvr",

@@ -33,12 +33,12 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     },
     "opd": {
         "actor/loss": "loss",
-        "actor/distillation/loss": "loss",
         "actor/grad_norm": "grad_norm",
         "actor/lr": "lr",
         "actor/entropy": "student_entropy",
-        "actor/distillation/pg_clipfrac": "clip_fraction",
-        "actor/distillation/overlap_ratio": "overlap",
+        "actor/distillation/reverse_kl": "reverse_kl",  # this and the next two as the plug-in's losses report them
+        "actor/distillation/clip_fraction": "clip_fraction",
+        "actor/distillation/overlap": "overlap",
         "response_length/mean": "length",
         "response_length/clip_ratio": "truncated",
     },

@@ -36,7 +36,10 @@ ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in the process itself: one import less, and nothing to orphan
 }
-CPU_ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # stages side by side would be bound to the same cores
+CPU_ENVIRONMENT = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # stages side by side would be bound to the same cores
+    "TORCH_COMPILE_DISABLE": "1",  # the rank of a log-probability alone would be compiled for 7 s, with a C++ compiler
+}
 
 
 class Offline:

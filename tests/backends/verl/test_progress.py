@@ -32,7 +32,7 @@ def test_the_plug_ins_own_metrics_have_the_engines_names_and_count_before_verls(
     assert progress.renamed("rlvr", data) == {"truncated": 0.25, "accuracy": 1.0}
 
 
-@pytest.mark.parametrize("kind", ["sft", "rlvr"])
+@pytest.mark.parametrize("kind", ["sft", "rlvr", "opd"])
 def test_what_the_display_shows_first_has_a_name_of_verls(kind):
     assert KEY_METRICS[kind][0][0] in progress.NAMES[kind].values()
 
