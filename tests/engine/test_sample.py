@@ -4,11 +4,13 @@ import hashlib
 import json
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 from engine.stages import EFFORTS, Recorder, run, sft, spec_of, train
 from safetensors.torch import load_file
 
 from opdctl.backends.contract import InputSpec, Stopped
+from opdctl.backends.verl import data
 from opdctl.engine import sample
 from opdctl.engine.checkpoint import load_tokenizer
 from opdctl.engine.loop import open_demonstrations, open_tasks
@@ -247,3 +249,13 @@ def test_the_next_epoch_is_in_another_order_and_a_later_start_sees_the_same_rows
 def test_an_effort_without_rows_is_refused():
     with pytest.raises(StageRefused, match="no row for task t at effort max"):
         sampled_task({"low": 3}).demonstrations(0, 0, 2, list(EFFORTS["levels"]))
+
+
+def test_verl_is_given_the_same_sampled_answers(sampled, tmp_path):
+    spec = learning(tmp_path / "sft", sampled[0])
+    written = [row["messages"] for row in pq.read_table(data.write(spec, Recorder()).train).to_pylist()]
+    mixer = Mixer(open_demonstrations(spec), Mixture.model_validate(DATA), "train", stream_seed(0, "sft"))
+    shown = [shown for step in range(4) for _, shown in mixer.demonstrations(24 * step, 24)]
+    assert [[message["content"] for message in row] for row in written] == [
+        [demonstration.prompt.text, demonstration.completion + "<eos>"] for demonstration in shown
+    ]
