@@ -330,6 +330,7 @@ def _opd_settings(spec: StageSpec) -> dict[str, Any]:
             "max_advantage": form.get("max_advantage"),
             "rest": form.get("rest"),
             "weights": {teacher_key(i): given.weight for i, given in enumerate(role(spec, "teachers"))},
+            "labels": {teacher_key(i): given.label for i, given in enumerate(role(spec, "teachers"))},
             "outcome_weight": 0.0,
         },
         # distillation needs no rewards, but accuracy and length are reported

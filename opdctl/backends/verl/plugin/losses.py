@@ -10,6 +10,7 @@ tokens of the teacher's top-k.
 """
 
 import math
+from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
@@ -29,9 +30,13 @@ from opdctl.backends.verl.plugin.told import told
 from opdctl.engine.losses import clipped_policy_loss, opd_advantage
 from opdctl.engine.vocab import CHUNK_BYTES, Rest, topk_chunk
 from opdctl.errors import OpdctlError
+from opdctl.records import write_json
 
 POLICY_GRADIENT = "opdctl_policy_gradient"
 TOPK = "opdctl_reverse_kl_topk"
+CANARY_TOKENS = 32  # of one teacher in a micro-batch, from which it is judged
+CANARY_SPREAD = 1e-3  # nats: log-probabilities closer together than this are those of no text
+CANARY_CERTAIN = -0.1  # nats: a teacher that is sure of every token gives equal ones as well
 
 _Loss = tuple[Tensor, dict[str, Any]]  # loss_BR, metrics
 
@@ -54,6 +59,7 @@ def policy_gradient(
     _check(config, distillation_config)
     policy_BR = no_padding_2_padding(model_output["log_probs"], data)
     teacher_BR = no_padding_2_padding(data["teacher_logprobs"], data).squeeze(-1)
+    _watch_teachers(teacher_BR, data)
     advantages_BR = opd_advantage(teacher_BR, policy_BR, asked["max_advantage"])
     cut_BR = advantages_BR.abs() >= asked["max_advantage"]
     if asked["outcome_weight"]:
@@ -79,6 +85,7 @@ def reverse_kl_topk(
             f"{TOPK}: megatron splits logits over GPUs, and the loss needs whole rows",
             hint="set resources.verl.strategy to fsdp2",
         )
+    _watch_teachers(no_padding_2_padding(data["teacher_logprobs"], data).amax(-1), data)
     values = {name: no_padding_2_padding(value, data) for name, value in model_output.items() if name in _TOPK_OUTPUTS}
     loss_BR = values.pop("distillation_losses")
     return loss_BR * _factors(data, loss_BR), _means({"reverse_kl": loss_BR.detach(), **values}, data)
@@ -93,6 +100,29 @@ def _check(config: ActorConfig, distillation_config: DistillationConfig) -> None
             f"and {own.loss_max_clamp}",
             hint="leave these keys to opdctl",
         )
+
+
+def _watch_teachers(teacher_BR: Tensor, data: TensorDict) -> None:
+    """A canary: a teacher that gives every token the same log-probability, -ln V as a rule, has lost its weights.
+
+    verl would train on: the loss even falls. The reason is left in a file that opdctl reads, and OpdctlError raised.
+    """
+    mask_BR = _padded(data["response_mask"]).bool()
+    routes = tensordict_utils.get(data, ROUTE) if ROUTE in data else ["t0"] * len(teacher_BR)
+    for route in dict.fromkeys(routes):
+        rows_B = torch.tensor([given == route for given in routes], device=teacher_BR.device)
+        logprobs_N = teacher_BR[rows_B][mask_BR[rows_B]]
+        if len(logprobs_N) < CANARY_TOKENS or logprobs_N.max() - logprobs_N.min() > CANARY_SPREAD:
+            continue
+        if (level := logprobs_N.mean().item()) < CANARY_CERTAIN:
+            label = told()["opd"]["labels"][route]
+            error = OpdctlError(
+                f"teacher {label} gives all {len(logprobs_N)} tokens of a batch the same log-probability, {level:.3f}: "
+                "it has lost its weights",
+                hint="see in the log how its server loaded them; then run again to go on from the last save",
+            )
+            write_json(Path(told()["failure"]), {"message": str(error), "hint": error.hint})
+            raise error
 
 
 def _factors(data: TensorDict, loss_BR: Tensor) -> Tensor:
