@@ -133,10 +133,11 @@ class _Body(nn.Module):
 class Qwen3Cache:
     """Keys and values in tensors of their final size, and the weights made ready once for all steps."""
 
-    def __init__(self, room: int, positions_B: Tensor, steps: list[_Step]) -> None:
+    def __init__(self, room: int, positions_B: Tensor, steps: list[_Step], floors: tuple[Tensor, Tensor]) -> None:
         self.room, self.length = max(room, NARROW), 0
         self.positions_B = positions_B  # of the next token
         self.steps = steps
+        self.floors = floors  # of `direction`: of hidden states, of a head
         self.keys: list[Tensor] = []  # [B, K, h, room] a layer
         self.values: list[Tensor] = []  # [B, K, room, h]
         self.bias: Tensor | None = None  # [B, K, room]: -inf at padding; None where no row has any
@@ -214,7 +215,12 @@ class Qwen3Policy(Policy):
         rows, columns = prompts_BP.shape
         self.check_length(columns + max_new)
         steps = [layer.step(layer.joined()) for layer in self.layers]
-        cache = Qwen3Cache(columns + max_new, lengths_B, steps)
+        wide = torch.float64 if self.turns.dtype == torch.float64 else torch.float32
+        hidden, head = (
+            torch.tensor((size * self.config.rms_norm_eps) ** 0.5, dtype=wide, device=self.device)
+            for size in (self.config.hidden_size, self.config.head_dim)
+        )
+        cache = Qwen3Cache(columns + max_new, lengths_B, steps, (hidden, head))
         steps_P = torch.arange(columns, device=self.device)
         offsets_B1 = (columns - lengths_B)[:, None]
         bias = None
@@ -236,14 +242,14 @@ class Qwen3Policy(Policy):
             cache.store(k, v)
             return attend(q, k, v, bias)
 
-        return self._infer(prompts_BP.flatten(), self._turn(positions_N), steps, read, last_B), cache
+        return self._infer(prompts_BP.flatten(), self._turn(positions_N), cache, read, last_B), cache
 
     @torch.no_grad()
     def decode(self, tokens_B: Tensor, cache: Cache) -> Tensor:
         assert isinstance(cache, Qwen3Cache)
         # Without padding all rows are at one position, and a view of the tables will do.
         at = cache.positions_B if cache.bias is not None else slice(cache.length, cache.length + 1)
-        hidden_BD = self._infer(tokens_B, self._turn(at), cache.steps, cache.attend)
+        hidden_BD = self._infer(tokens_B, self._turn(at), cache, cache.attend)
         cache.advance()
         return hidden_BD
 
@@ -264,7 +270,7 @@ class Qwen3Policy(Policy):
         self,
         ids_N: Tensor,
         turn: Tensor,
-        steps: list[_Step],
+        cache: Qwen3Cache,
         attend: Callable[[int, Tensor, Tensor, Tensor], Tensor],
         wanted: Tensor | None = None,
     ) -> Tensor:
@@ -272,16 +278,11 @@ class Qwen3Policy(Policy):
 
         `attend` is given the layer's number, q [N, H, h], k and v [N, K, h].
         """
-        wide = torch.float64 if self.turns.dtype == torch.float64 else torch.float32
-        floor, head_floor = (
-            torch.tensor((size * self.config.rms_norm_eps) ** 0.5, dtype=wide, device=self.device)
-            for size in (self.config.hidden_size, self.config.head_dim)
-        )
-        heads = self.config.num_attention_heads
-        rotated = heads + self.config.num_key_value_heads
+        steps, (floor, head_floor) = cache.steps, cache.floors
+        heads, rotated, size = self.layers[0].heads, len(steps[0].qk_norm), self.layers[0].head_dim
         x = F.embedding(ids_N, self.model.embed_tokens.weight)
         for i, step in enumerate(steps):
-            qkv = torch.mm(direction(x, floor), step.qkv).view(len(x), -1, self.config.head_dim)
+            qkv = torch.mm(direction(x, floor), step.qkv).view(len(x), -1, size)
             qk = rotate(direction(qkv[:, :rotated], head_floor).mul_(step.qk_norm), turn)
             attended = attend(i, qk[:, :heads], qk[:, heads:], qkv[:, rotated:]).view(len(x), -1)
             if wanted is not None and i + 1 == len(steps):
@@ -289,7 +290,7 @@ class Qwen3Policy(Policy):
             x.addmm_(attended, step.output)
             gate, up = torch.mm(direction(x, floor), step.gate_up).chunk(2, -1)
             x.addmm_(F.silu(gate, inplace=True).mul_(up), step.down)
-        return rms_norm(x, self.model.norm.weight, self.config.rms_norm_eps)
+        return rms_norm(x, self.model.norm.weight, self.layers[0].eps)
 
     def _turn(self, positions: Tensor | slice) -> Tensor:
         """Of the rotary embedding at these positions, as complex numbers: [..., 1, h/2]."""
