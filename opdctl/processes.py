@@ -108,13 +108,16 @@ def end(attempt: Path) -> list[int]:
     memory = {tuple(pair) for pair in note["memory"]} if note["boot"] == _boot() else set()
     ended: set[int] = set()
     deadline = time.monotonic() + END_S
-    while alive := find(attempt):  # again: they may start others while they die
+    quiet = 0
+    while quiet < 2:  # again: they may start others while they die, and one that becomes a program shows no environment
+        alive = find(attempt)
+        quiet = 0 if alive else quiet + 1
         memory |= _shared_memory(alive)
         ended.update(alive)
         for pid in alive:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        if time.monotonic() > deadline:
+        if alive and time.monotonic() > deadline:
             return sorted(ended)
         time.sleep(0.02)
     _remove_shared_memory(memory)

@@ -30,8 +30,13 @@ def attempt(tmp_path):
 
 
 def daemon(tree: processes.Tree, command=SLEEPER, **options) -> subprocess.Popen:
-    """In a session of its own, as Ray's."""
-    return subprocess.Popen(command, env={**os.environ, **tree.environment}, start_new_session=True, **options)
+    """In a session of its own, as Ray's; for a moment a process that becomes a program shows no environment."""
+    process = subprocess.Popen(command, env={**os.environ, **tree.environment}, start_new_session=True, **options)
+    deadline = time.monotonic() + 10
+    while process.pid not in processes.find(tree.attempt) and process.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return process
 
 
 def test_processes_that_left_the_group_are_ended_with_their_temporary_files(attempt):
