@@ -64,7 +64,7 @@ def process_start(pid: int) -> int | None:
 
 def write_worker(path: Path, pid: int) -> None:
     """Leave a note of a worker process, once it leads its own group, for whoever has to stop it later."""
-    write_json(path, {"pid": pid, "pgid": os.getpgid(pid), "start": process_start(pid), "boot": _boot()})
+    write_json(path, {"pid": pid, "pgid": os.getpgid(pid), "start": process_start(pid), "boot": processes.boot()})
 
 
 def worker_lives(path: Path) -> bool:
@@ -107,7 +107,7 @@ def _sign(descriptor: int, path: Path) -> None:
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),
         "argv": sys.argv,
         "start": process_start(os.getpid()),
-        "boot": _boot(),
+        "boot": processes.boot(),
     }
     with disk_errors(path):
         os.ftruncate(descriptor, 0)
@@ -126,14 +126,7 @@ def _refuse_if_alive(holder: dict[str, Any], path: Path) -> None:
 def _lives(note: dict[str, Any]) -> bool:
     """A number that another process has by now does not count, nor one from before the last boot."""
     start = process_start(note["pid"])
-    return start is not None and start == note["start"] and note["boot"] == _boot()
-
-
-def _boot() -> str | None:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return None
+    return start is not None and start == note["start"] and note["boot"] == processes.boot()
 
 
 def _end_what_is_left(attempts: Iterable[Path], report: Callable[[str], None]) -> None:

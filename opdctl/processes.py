@@ -53,7 +53,7 @@ def guarded(attempt: Path) -> Iterator[Tree]:
     left in memory and in temporary files is removed."""
     parent = tempfile.gettempdir()
     temp = Path(tempfile.mkdtemp(prefix="opd-", dir=parent if len(parent) <= SHORT else "/tmp"))
-    _write_note(attempt, {"temp": str(temp), "host": socket.gethostname(), "boot": _boot(), "memory": []})
+    _write_note(attempt, {"temp": str(temp), "host": socket.gethostname(), "boot": boot(), "memory": []})
     # alone in its session, so that what ends this process's group does not end it; it waits for the end of its input
     watcher = subprocess.Popen(
         [sys.executable, "-I", "-S", __file__, str(attempt)], stdin=subprocess.PIPE, start_new_session=True
@@ -105,7 +105,7 @@ def end(attempt: Path) -> list[int]:
     note = _read_note(attempt)
     if note is None or note["host"] != socket.gethostname():
         return []
-    memory = {tuple(pair) for pair in note["memory"]} if note["boot"] == _boot() else set()
+    memory = {tuple(pair) for pair in note["memory"]} if note["boot"] == boot() else set()
     ended: set[int] = set()
     deadline = time.monotonic() + END_S
     quiet = 0
@@ -174,7 +174,8 @@ def _write_note(attempt: Path, note: Mapping[str, Any]) -> None:
     os.replace(staging, attempt / NOTE)
 
 
-def _boot() -> str | None:
+def boot() -> str | None:
+    """Names the time since the machine started; None where it has no name."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

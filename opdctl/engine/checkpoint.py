@@ -1,6 +1,7 @@
 """Policies and tokenizers from settings or from a Hugging Face folder, and back to one."""
 
 import math
+import shutil
 from pathlib import Path
 
 import torch
@@ -51,6 +52,17 @@ def new_policy(new_model: NewModel, seed: int) -> tuple[Qwen3Policy, Tokenizer]:
                 deviation /= math.sqrt(2 * config.num_hidden_layers)
             weight.copy_(torch.randn(weight.shape, generator=generator) * deviation)
     return policy, tokenizer
+
+
+def save_new_model(new_model: NewModel, seed: int, folder: Path) -> None:
+    """The folder of a new model, in float32, for those who read models from folders only; left as it is if it is there.
+    Whole or not at all."""
+    if folder.exists():
+        return
+    staging = folder.with_name(f".{folder.name}.part")
+    shutil.rmtree(staging, ignore_errors=True)
+    save_policy(*new_policy(new_model, seed), staging, dtype=torch.float32)
+    staging.rename(folder)
 
 
 def load_policy(path: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Policy:

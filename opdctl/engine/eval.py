@@ -12,7 +12,7 @@ from typing import Any
 from opdctl.backends.contract import Control, InputSpec, StageResult, StageSpec, Stopped
 from opdctl.engine.advantages import over_budget
 from opdctl.engine.effort import BudgetEstimator
-from opdctl.engine.loop import Metrics, open_policy, open_tasks, role
+from opdctl.engine.loop import Metrics, completions_per_call, open_policy, open_tasks, role
 from opdctl.engine.recovery import damaged, write_whole
 from opdctl.engine.rows import Mixer, Renderer, Row, judge, roll, stream_seed
 from opdctl.engine.sampling import Completions, Generate, sample
@@ -68,8 +68,7 @@ def run(spec: StageSpec, control: Control, opener: Opener | None = None) -> Stag
 
 def in_this_process(spec: StageSpec, rollout: Rollout) -> Opener:
     """Opens models in the embedded engine."""
-    tokens = rollout.max_prompt_tokens + rollout.max_completion_tokens
-    batch = max(1, int(spec.resources["micro_batch_tokens"]) // tokens)
+    batch = completions_per_call(spec, rollout)
 
     @contextmanager
     def opened(given: InputSpec) -> Iterator[Candidate]:

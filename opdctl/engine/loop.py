@@ -20,7 +20,7 @@ from opdctl.engine.optim import AdamW, learning_rate
 from opdctl.engine.policy import Policy
 from opdctl.engine.recovery import Recovery, Save
 from opdctl.errors import StageFailed
-from opdctl.settings import ChainTask, EffortSettings, FileTask, NewModel, Train
+from opdctl.settings import ChainTask, EffortSettings, FileTask, NewModel, Rollout, Train
 from opdctl.tasks import Task, load_task
 from opdctl.tasks.sampled import read_sampled
 
@@ -49,6 +49,13 @@ def open_demonstrations(spec: StageSpec) -> dict[str, Task]:
     """The tasks of an SFT stage, with the answers that stages of its input role `data` sampled as demonstrations."""
     tasks, folders = open_tasks(spec), [given.path for given in role(spec, "data")]
     return read_sampled(folders, tasks) if folders else tasks
+
+
+def completions_per_call(spec: StageSpec, rollout: Rollout) -> int:
+    """How many can be drawn at once within `resources.micro_batch_tokens`."""
+    return max(
+        1, int(spec.resources["micro_batch_tokens"]) // (rollout.max_prompt_tokens + rollout.max_completion_tokens)
+    )
 
 
 def open_policy(spec: StageSpec, given: InputSpec, precision: str = "float32") -> tuple[Policy, Tokenizer]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from opdctl.backends.contract import Control, InputSpec, StageResult, StageSpec, Stopped
 from opdctl.engine import merge_methods
-from opdctl.engine.checkpoint import TIED, load_config, load_vocabulary, new_policy, save_policy, save_surroundings
+from opdctl.engine.checkpoint import TIED, load_config, load_vocabulary, save_new_model, save_surroundings
 from opdctl.engine.loop import DTYPES, role
 from opdctl.engine.merge_methods import Part, Parts
 from opdctl.engine.rows import stream_seed
@@ -93,9 +93,7 @@ def _folder(spec: StageSpec, given: InputSpec) -> Path:
     if given.path:
         return Path(given.path)
     folder = Path(spec.state) / "new-model"
-    if not (folder / "config.json").exists():
-        policy, tokenizer = new_policy(NewModel.model_validate(spec.new_model), spec.seed)
-        save_policy(policy, tokenizer, folder, dtype=torch.float32)
+    save_new_model(NewModel.model_validate(spec.new_model), spec.seed, folder)
     return folder
 
 

@@ -15,7 +15,7 @@ from opdctl.backends.contract import Control, StageResult, StageSpec
 from opdctl.engine.advantages import annealed_tau, group_advantages, over_budget, soft_overlong_penalty, tied_groups
 from opdctl.engine.batch import Sequence, TokenBatch, collate, micro_batches
 from opdctl.engine.effort import BudgetEstimator
-from opdctl.engine.loop import Metrics, Trainer, mean, open_frozen, open_policy, open_tasks, role
+from opdctl.engine.loop import Metrics, Trainer, completions_per_call, mean, open_frozen, open_policy, open_tasks, role
 from opdctl.engine.losses import aggregate, clipped_policy_loss, kl_penalty
 from opdctl.engine.policy import Policy
 from opdctl.engine.rows import Mixer, Renderer, Row, judge, roll, stream_seed
@@ -157,7 +157,7 @@ class _Sampler:
             metrics["reference_kl"] = float(penalties.sum() / lengths.sum())
         if settings.effort is not None and self.budgets is not None:
             tau = annealed_tau(settings.effort, step, settings.train.max_steps)
-            b0 = self.budgets.budgets(rows, batch=self._sample_batch())
+            b0 = self.budgets.budgets(rows, batch=completions_per_call(self.spec, settings.rollout))
             over = torch.tensor([over_budget(n, tau, b0[i // size]) for i, n in enumerate(lengths.tolist())])
             rewards = rewards.masked_fill(over, -1.0)  # the budget overrides correctness (Kimi K3)
             metrics |= {"tau": tau, "budget": mean(b0), "over_budget": float(over.float().mean())}
@@ -170,10 +170,6 @@ class _Sampler:
             "tokens": float(lengths.sum()),
         }
         return rewards.view(len(rows), size), metrics
-
-    def _sample_batch(self) -> int:
-        options = self.settings.rollout
-        return max(1, self.micro_batch_tokens // (options.max_prompt_tokens + options.max_completion_tokens))
 
     def _reward_kl(self, prompts: list[list[int]], rollout: Rollout) -> Tensor:
         """Sum over each completion's tokens of the KL estimate towards the reference."""

@@ -10,7 +10,7 @@ from opdctl.backends.contract import Control, InputSpec, StageSpec, Stopped
 from opdctl.backends.vllm.offline import Offline
 from opdctl.engine.checkpoint import load_policy, new_policy
 from opdctl.engine.effort import BudgetEstimator
-from opdctl.engine.loop import role
+from opdctl.engine.loop import completions_per_call, role
 from opdctl.engine.rows import Mixer, Renderer, Row
 from opdctl.engine.sampling import Completions, Generate, sample
 from opdctl.engine.weights import weight_files
@@ -55,9 +55,7 @@ def _asked(
     if not given.path or sum(path.stat().st_size for path in weight_files(Path(given.path))) <= OWN_ENGINE_BYTES:
         new = NewModel.model_validate(spec.new_model) if not given.path else None
         policy = new_policy(new, spec.seed)[0] if new else load_policy(given.path)
-        rollout = settings.rollout
-        tokens = rollout.max_prompt_tokens + rollout.max_completion_tokens
-        yield partial(sample, policy), max(1, int(spec.resources["micro_batch_tokens"]) // tokens)
+        yield partial(sample, policy), completions_per_call(spec, settings.rollout)
         return
     verl = VerlResources.model_validate(spec.resources["verl"])
     resources = VllmResources(tensor_parallel=verl.rollout_tensor_parallel, max_num_seqs=verl.max_num_seqs)

@@ -175,15 +175,7 @@ def _weights(spec: StageSpec, engine: Path, target: Path, environment: Mapping[s
 
 def make_new_model(spec: StageSpec) -> None:
     """The folder of an input that is a new model: the one that the embedded engine would begin from."""
-    from opdctl.engine.checkpoint import new_policy, save_policy
-    from opdctl.engine.loop import DTYPES
+    from opdctl.engine.checkpoint import save_new_model
     from opdctl.settings import NewModel
 
-    folder = layout(spec).new_model
-    if (folder / "config.json").exists():
-        return
-    policy, tokenizer = new_policy(NewModel.model_validate(spec.new_model), spec.seed)
-    staging = folder.with_name(f".{folder.name}.part")
-    shutil.rmtree(staging, ignore_errors=True)
-    save_policy(policy, tokenizer, staging, dtype=DTYPES["float32"])
-    staging.rename(folder)
+    save_new_model(NewModel.model_validate(spec.new_model), spec.seed, layout(spec).new_model)

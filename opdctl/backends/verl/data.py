@@ -18,7 +18,7 @@ from opdctl.backends.contract import Control, StageSpec
 from opdctl.backends.verl.budgets import budgets
 from opdctl.backends.verl.judge import pack
 from opdctl.backends.verl.layout import ROUTE, Layout, layout, teacher_key
-from opdctl.backends.verl.render_rl import updates
+from opdctl.backends.verl.render_rl import updates, updates_of
 from opdctl.backends.verl.teachers import check_teachers
 from opdctl.engine.checkpoint import Tokenizer, encode, load_vocabulary
 from opdctl.engine.loop import open_demonstrations, open_tasks, role
@@ -27,7 +27,7 @@ from opdctl.engine.teachers import Router, check_vocabularies
 from opdctl.engine.tokenizer import word_tokenizer
 from opdctl.errors import StageRefused
 from opdctl.records import read_json, write_json
-from opdctl.settings import NewModel, OpdSettings, RlvrSettings, SftSettings, Train
+from opdctl.settings import EffortBudget, NewModel, OpdSettings, Overlong, RlvrSettings, SftSettings, Train
 
 FORMAT = 1  # raise it when the same stage gets other rows or columns: data of an older one is written again
 _GROUP_ROWS = 4096  # of a row group, the part of a file that is in memory
@@ -297,14 +297,7 @@ def plugin_settings(spec: StageSpec) -> Mapping[str, Any]:
     }
     if spec.kind == "rlvr":
         settings = RlvrSettings.model_validate(spec.config)
-        found["reward"] = {
-            "unfinished_reward": settings.unfinished_reward,
-            "overlong": settings.overlong.model_dump(mode="json"),
-            "effort": settings.effort.model_dump(mode="json") if settings.effort else None,
-            "max_completion_tokens": settings.rollout.max_completion_tokens,
-            "max_steps": settings.train.max_steps,
-            "updates": updates(settings),
-        }
+        found["reward"] = _reward(settings, settings.unfinished_reward, settings.overlong, settings.effort)
     if spec.kind == "opd":
         found |= _opd_settings(spec)
     return found
@@ -312,12 +305,11 @@ def plugin_settings(spec: StageSpec) -> Mapping[str, Any]:
 
 def _schedule(spec: StageSpec) -> dict[str, Any]:
     """For `plugin.schedule`."""
-    rollout, train = spec.config.get("rollout"), Train.model_validate(spec.config["train"])
-    batch = rollout["prompts"] * rollout["group_size"] if rollout else train.global_batch_size
+    train = Train.model_validate(spec.config["train"])
     return {
         "optimizer": train.optimizer.model_dump(mode="json"),
         "max_steps": train.max_steps,
-        "updates": batch // train.global_batch_size,
+        "updates": updates_of(spec),
     }
 
 
@@ -334,12 +326,19 @@ def _opd_settings(spec: StageSpec) -> dict[str, Any]:
             "outcome_weight": 0.0,
         },
         # distillation needs no rewards, but accuracy and length are reported
-        "reward": {
-            "unfinished_reward": 0.0,
-            "overlong": {"handling": "none", "buffer_tokens": 0},
-            "effort": None,
-            "max_completion_tokens": settings.rollout.max_completion_tokens,
-            "max_steps": settings.train.max_steps,
-            "updates": updates(settings),
-        },
+        "reward": _reward(settings, 0.0, Overlong(), None),
+    }
+
+
+def _reward(
+    settings: RlvrSettings | OpdSettings, unfinished_reward: float, overlong: Overlong, effort: EffortBudget | None
+) -> dict[str, Any]:
+    """For `plugin.rewards`."""
+    return {
+        "unfinished_reward": unfinished_reward,
+        "overlong": overlong.model_dump(mode="json"),
+        "effort": effort.model_dump(mode="json") if effort else None,
+        "max_completion_tokens": settings.rollout.max_completion_tokens,
+        "max_steps": settings.train.max_steps,
+        "updates": updates(settings),
     }

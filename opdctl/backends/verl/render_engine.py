@@ -57,6 +57,35 @@ def checkpoint(overrides: Overrides, at: str) -> None:
     )
 
 
+def trainer(overrides: Overrides, spec: StageSpec, train: Train, resources: Resources, updates: int = 1) -> None:
+    """verl counts steps of its own, each of `updates` optimizer steps."""
+    overrides.own("workers.verl.device", {"trainer.device": spec.workers["device"]})
+    overrides.own("resources.verl.nodes", {"trainer.nnodes": resources.verl.nodes})
+    overrides.own("resources.verl.gpus_per_node", {"trainer.n_gpus_per_node": resources.verl.gpus_per_node})
+    overrides.own(
+        "config.train.max_steps",
+        {"trainer.total_training_steps": train.max_steps // updates, "trainer.total_epochs": 1},
+    )
+    overrides.own("config.train.save_every", {"trainer.save_freq": train.save_every // updates})
+
+
+def saves(spec: StageSpec) -> dict[str, Any]:
+    return {
+        "trainer.default_local_dir": str(layout(spec).checkpoints),
+        "trainer.default_hdfs_dir": None,
+        "trainer.resume_mode": "auto",
+        "trainer.resume_from_path": None,
+    }
+
+
+def log(spec: StageSpec) -> dict[str, Any]:
+    return {
+        "trainer.logger": ["console", "file"],
+        "trainer.project_name": "opdctl",
+        "trainer.experiment_name": spec.stage,
+    }
+
+
 # ------------------------------------------------------------------------------------------------------ optimizer
 
 

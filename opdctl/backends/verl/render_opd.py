@@ -105,16 +105,8 @@ def _teacher(
         },
     )
     overrides.own("resources.verl.teacher_replicas", {f"+{at}.num_replicas": verl.teacher_replicas})
-    overrides.own(
-        "resources.verl.teacher_tensor_parallel",
-        {
-            f"+{inference}.tensor_model_parallel_size": verl.teacher_tensor_parallel,
-            f"+{inference}.data_parallel_size": 1,
-            f"+{inference}.pipeline_model_parallel_size": 1,
-        },
-    )
-    spread = verl.teacher_tensor_parallel if verl.expert_parallel > 1 else 1
-    overrides.own("resources.verl.expert_parallel", {f"+{inference}.expert_parallel_size": spread})
+    tensor = ("teacher_tensor_parallel", verl.teacher_tensor_parallel)
+    render_rl.split(overrides, verl, inference, tensor, plus="+")
     overrides.own("config.train.precision", {f"+{inference}.dtype": settings.train.precision})
     own = settings.rollout
     lengths = render_rl.lengths(own.max_prompt_tokens, own.max_completion_tokens, inference, plus="+")

@@ -9,6 +9,7 @@ from opdctl.backends.verl.layout import layout
 from opdctl.backends.verl.overrides import Overrides
 from opdctl.backends.verl.render_engine import on_cpu, verl_seed
 from opdctl.settings import ClipRange, Kl, OpdSettings, Resources, RlvrSettings
+from opdctl.workers import VerlResources
 
 ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
 REWARD_MANAGER = ("pkg://opdctl.backends.verl.plugin.rewards", "OpdctlRewardManager")
@@ -92,6 +93,16 @@ def common(
 def updates(settings: RlvrSettings | OpdSettings) -> int:
     """Optimizer steps per rollout batch, which is one step of verl's."""
     return settings.rollout.prompts * settings.rollout.group_size // settings.train.global_batch_size
+
+
+def updates_of(spec: StageSpec) -> int:
+    """The same of a stage of any kind; a step of verl's SFT is one optimizer step."""
+    match spec.kind:
+        case "sft":
+            return 1
+        case "opd":
+            return updates(OpdSettings.model_validate(spec.config))
+    return updates(RlvrSettings.model_validate(spec.config))
 
 
 def _data(overrides: Overrides, spec: StageSpec, settings: RlvrSettings | OpdSettings) -> None:
@@ -197,16 +208,7 @@ def _rollout(overrides: Overrides, spec: StageSpec, settings: RlvrSettings | Opd
     overrides.own("config.rollout.top_k", {f"{ROLLOUT}.top_k": own.top_k or -1})
     overrides.own("config.train.precision", {f"{ROLLOUT}.dtype": settings.train.precision})
     overrides.own("seed", {f"{ROLLOUT}.seed": verl_seed(spec)})
-    overrides.own(
-        "resources.verl.rollout_tensor_parallel",
-        {
-            f"{ROLLOUT}.tensor_model_parallel_size": verl.rollout_tensor_parallel,
-            f"{ROLLOUT}.data_parallel_size": 1,
-            f"{ROLLOUT}.pipeline_model_parallel_size": 1,
-        },
-    )
-    spread = verl.rollout_tensor_parallel if verl.expert_parallel > 1 else 1
-    overrides.own("resources.verl.expert_parallel", {f"{ROLLOUT}.expert_parallel_size": spread})
+    split(overrides, verl, ROLLOUT, ("rollout_tensor_parallel", verl.rollout_tensor_parallel))
     overrides.own("kind", {f"{ROLLOUT}.name": "vllm", f"{ROLLOUT}.mode": "async", f"{ROLLOUT}.load_format": "dummy"})
     overrides.own("config.rollout", lengths(own.max_prompt_tokens, own.max_completion_tokens, ROLLOUT))
     serving(overrides, spec, resources, ROLLOUT, memory=("rollout_memory", verl.rollout_memory))
@@ -222,6 +224,20 @@ def _rollout(overrides: Overrides, spec: StageSpec, settings: RlvrSettings | Opd
             f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes": 16 if cpu else 2048,
         }
     )
+
+
+def split(overrides: Overrides, verl: VerlResources, at: str, tensor: tuple[str, int], plus: str = "") -> None:
+    """A served model over GPUs; `tensor` is a key of `resources.verl` and its value. Experts go over the same GPUs."""
+    overrides.own(
+        f"resources.verl.{tensor[0]}",
+        {
+            f"{plus}{at}.tensor_model_parallel_size": tensor[1],
+            f"{plus}{at}.data_parallel_size": 1,
+            f"{plus}{at}.pipeline_model_parallel_size": 1,
+        },
+    )
+    spread = tensor[1] if verl.expert_parallel > 1 else 1
+    overrides.own("resources.verl.expert_parallel", {f"{plus}{at}.expert_parallel_size": spread})
 
 
 def lengths(prompt: int, completion: int, at: str, plus: str = "") -> Mapping[str, Any]:
@@ -279,42 +295,23 @@ def _rewards(overrides: Overrides, spec: StageSpec) -> None:
 
 
 def _trainer(overrides: Overrides, spec: StageSpec, settings: RlvrSettings | OpdSettings, resources: Resources) -> None:
-    train, verl, per_step = settings.train, resources.verl, updates(settings)
-    overrides.own("workers.verl.device", {"trainer.device": spec.workers["device"]})
-    overrides.own("resources.verl.nodes", {"trainer.nnodes": verl.nodes})
-    overrides.own("resources.verl.gpus_per_node", {"trainer.n_gpus_per_node": verl.gpus_per_node})
-    overrides.own(
-        "config.train.max_steps",
-        {"trainer.total_training_steps": train.max_steps // per_step, "trainer.total_epochs": 1},
-    )
-    overrides.own("config.train.save_every", {"trainer.save_freq": train.save_every // per_step})
+    render_engine.trainer(overrides, spec, settings.train, resources, updates=updates(settings))
     # opdctl deletes old saves: verl would do it before the new one is whole
     overrides.own("resources.verl.keep_last", {"trainer.max_actor_ckpt_to_keep": None})
     overrides.own(
         "opdctl finds saves and logs in the stage's folder",
-        {
-            "trainer.default_local_dir": str(layout(spec).checkpoints),
-            "trainer.default_hdfs_dir": None,
-            "trainer.resume_mode": "auto",
-            "trainer.resume_from_path": None,
-            "trainer.del_local_ckpt_after_load": False,
-        },
+        render_engine.saves(spec) | {"trainer.del_local_ckpt_after_load": False},
     )
     overrides.own(
         "opdctl reads verl's log, and is the only writer to MLflow",
-        {
-            "trainer.logger": ["console", "file"],
-            "trainer.project_name": "opdctl",
-            "trainer.experiment_name": spec.stage,
-            "trainer.log_val_generations": 0,
-        },
+        render_engine.log(spec) | {"trainer.log_val_generations": 0},
     )
     overrides.own(
         "opdctl evaluates in stages of its own",
         {"trainer.test_freq": -1, "trainer.val_before_train": False, "trainer.val_only": False},
     )
     overrides.own("kind", {"trainer.use_v1": True, "critic.enable": False, "trainer.critic_warmup": 0})
-    _mode(overrides, verl.mode == "async")
+    _mode(overrides, resources.verl.mode == "async")
     overrides.choose(
         {
             "trainer.balance_batch": True,

@@ -61,33 +61,16 @@ def _data(overrides: Overrides, spec: StageSpec, settings: SftSettings, resource
 
 
 def _trainer(overrides: Overrides, spec: StageSpec, settings: SftSettings, resources: Resources) -> None:
-    train, verl = settings.train, resources.verl
-    overrides.own("workers.verl.device", {"trainer.device": spec.workers["device"]})
-    overrides.own("resources.verl.nodes", {"trainer.nnodes": verl.nodes})
-    overrides.own("resources.verl.gpus_per_node", {"trainer.n_gpus_per_node": verl.gpus_per_node})
-    overrides.own(
-        "config.train.max_steps", {"trainer.total_training_steps": train.max_steps, "trainer.total_epochs": 1}
-    )
-    overrides.own("config.train.save_every", {"trainer.save_freq": train.save_every})
+    render_engine.trainer(overrides, spec, settings.train, resources)
     # opdctl deletes old saves: verl would do it before the new one is whole
     overrides.own("resources.verl.keep_last", {"trainer.max_ckpt_to_keep": None})
     overrides.own("seed", {"trainer.seed": verl_seed(spec)})
     overrides.own(
         "opdctl finds saves and logs in the stage's folder",
-        {
-            "trainer.default_local_dir": str(layout(spec).checkpoints),
-            "trainer.default_hdfs_dir": None,
-            "trainer.resume_mode": "auto",
-            "trainer.resume_from_path": None,
-        },
+        render_engine.saves(spec),
     )
     overrides.own(
         "opdctl reads verl's log, and is the only writer to MLflow",
-        {
-            "trainer.logger": ["console", "file"],
-            "trainer.project_name": "opdctl",
-            "trainer.experiment_name": spec.stage,
-            "trainer.test_freq": -1,
-        },
+        render_engine.log(spec) | {"trainer.test_freq": -1},
     )
     overrides.choose({"trainer.balance_batch": True, "trainer.profile_interval": [-1, -1]})

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from opdctl import processes
 from opdctl.backends.contract import Control, InputSpec, StageResult, StageSpec, Stopped
-from opdctl.backends.verl import checkpoints, data, progress, render
+from opdctl.backends.verl import checkpoints, data, progress, render, render_rl
 from opdctl.backends.verl.checkpoints import Saves
 from opdctl.backends.verl.layout import layout
 from opdctl.backends.verl.render import Command
@@ -40,7 +40,7 @@ def run(spec: StageSpec, control: Control) -> StageResult:
     verl saves at intervals only. A stop ends it at once: what came after its last save is done again.
     """
     train = spec.config["train"]
-    updates = _updates(spec)
+    updates = render_rl.updates_of(spec)
     target = math.ceil(train["max_steps"] / updates)
     saves = checkpoints.saves_of(spec, updates)
     saves.folder.mkdir(parents=True, exist_ok=True)
@@ -61,14 +61,6 @@ def run(spec: StageSpec, control: Control) -> StageResult:
     checkpoints.publish(spec, saves.engine(target), _folder(spec, student), environment)
     ours = {name: value for name, value in metrics.items() if not name.startswith(progress.THEIRS)}
     return StageResult(step=target * updates, metrics=ours)
-
-
-def _updates(spec: StageSpec) -> int:
-    """Optimizer steps in one step of verl's: a rollout batch, in SFT a batch."""
-    if spec.kind == "sft":
-        return 1
-    rollout = spec.config["rollout"]
-    return int(rollout["prompts"] * rollout["group_size"] // spec.config["train"]["global_batch_size"])
 
 
 def _folder(spec: StageSpec, given: InputSpec) -> Path:

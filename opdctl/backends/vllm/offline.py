@@ -15,7 +15,7 @@ from typing import IO, Any, NoReturn, Self
 
 from opdctl.backends.contract import Control, InputSpec, StageSpec, Stopped
 from opdctl.backends.vllm import read_config
-from opdctl.engine.checkpoint import load_vocabulary, new_policy, save_policy
+from opdctl.engine.checkpoint import load_vocabulary, save_new_model
 from opdctl.engine.eval import Candidate
 from opdctl.engine.rows import Renderer, stream_seed
 from opdctl.engine.sampling import Completions
@@ -83,8 +83,7 @@ class Offline:
 
     def _made(self, folder: Path) -> str:
         """A new model, where the input names none."""
-        policy, tokenizer = new_policy(NewModel.model_validate(self.spec.new_model), self.spec.seed)
-        save_policy(policy, tokenizer, folder, dtype=policy.head().dtype)
+        save_new_model(NewModel.model_validate(self.spec.new_model), self.spec.seed, folder)
         return str(folder)
 
     def _arguments(self, folder: str) -> dict[str, Any]:

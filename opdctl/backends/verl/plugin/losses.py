@@ -10,7 +10,6 @@ tokens of the teacher's top-k.
 """
 
 import math
-from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
@@ -26,11 +25,10 @@ from verl.workers.config import ActorConfig, DistillationConfig
 from verl.workers.utils.padding import no_padding_2_padding
 
 from opdctl.backends.verl.layout import ROUTE
-from opdctl.backends.verl.plugin.told import told
+from opdctl.backends.verl.plugin.told import fail, told
 from opdctl.engine.losses import clipped_policy_loss, opd_advantage
 from opdctl.engine.vocab import CHUNK_BYTES, Rest, topk_chunk
 from opdctl.errors import OpdctlError
-from opdctl.records import write_json
 
 POLICY_GRADIENT = "opdctl_policy_gradient"
 TOPK = "opdctl_reverse_kl_topk"
@@ -121,8 +119,7 @@ def _watch_teachers(teacher_BR: Tensor, data: TensorDict) -> None:
                 "it has lost its weights",
                 hint="see in the log how its server loaded them; then run again to go on from the last save",
             )
-            write_json(Path(told()["failure"]), {"message": str(error), "hint": error.hint})
-            raise error
+            fail(error)
 
 
 def _factors(data: TensorDict, loss_BR: Tensor) -> Tensor:

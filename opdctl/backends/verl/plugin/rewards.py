@@ -6,7 +6,6 @@ verl finds the class by `reward.reward_manager`; each reward worker has one.
 import asyncio
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,11 +13,10 @@ from verl import DataProto
 from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 
 from opdctl.backends.verl.judge import Judge
-from opdctl.backends.verl.plugin.told import told
+from opdctl.backends.verl.plugin.told import fail, told
 from opdctl.engine.advantages import annealed_tau, over_budget, soft_overlong_penalty
 from opdctl.engine.rows import Renderer
 from opdctl.errors import OpdctlError
-from opdctl.records import write_json
 from opdctl.settings import EffortBudget, Overlong
 from opdctl.tasks import Verdict
 
@@ -29,7 +27,6 @@ class OpdctlRewardManager(RewardManagerBase):  # type: ignore[misc]  # verl carr
     def __init__(self, config: Any, tokenizer: Any, compute_score: Any, **router: Any) -> None:
         super().__init__(config, tokenizer, compute_score)
         given = told()
-        self.failure = Path(given["failure"])
         self.renderer = Renderer(tokenizer, given["eos_ids"])
         self.earned = Earned(given["reward"])
         self.judge = Judge(given["tasks"], given["efforts"], given["workspace"])
@@ -52,8 +49,7 @@ class OpdctlRewardManager(RewardManagerBase):  # type: ignore[misc]  # verl carr
         try:
             verdict = await loop.run_in_executor(self._one_at_a_time, self.judge.verify, task, prompt, text)
         except OpdctlError as error:
-            write_json(self.failure, {"message": str(error), "hint": error.hint})
-            raise
+            fail(error)
         finished = bool(tokens) and tokens[-1] in self.renderer.eos_ids
         # the row tells its budget, verl the step (from 1) for which the row was dealt
         return self.earned(verdict, length, finished, given["extra_info"]["budget"], int(given["global_steps"]))
