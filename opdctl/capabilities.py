@@ -16,6 +16,7 @@ from opdctl.settings import (
     PipelineSettings,
     RlvrSettings,
     SampleStage,
+    SelectStage,
     SftSettings,
     TopKOpd,
 )
@@ -29,8 +30,8 @@ def missing(settings: AnyStage, inputs: Sequence[Input], pipeline: PipelineSetti
     match settings.backend:
         case "verl":
             yield from _verl(settings, inputs, pipeline)
-        case "vllm" if isinstance(settings, MergeStage):
-            yield "backend", "vllm generates only: kind merge needs backend: embedded"
+        case "vllm" if isinstance(settings, MergeStage | SelectStage):
+            yield "backend", f"vllm generates only: kind {settings.kind} needs backend: embedded"
         case "vllm" if not isinstance(settings, EvalStage | SampleStage):
             yield "backend", f"vllm generates only: kind {settings.kind} needs backend: embedded or verl"
     if settings.verl and settings.backend != "verl":
@@ -38,8 +39,8 @@ def missing(settings: AnyStage, inputs: Sequence[Input], pipeline: PipelineSetti
 
 
 def _verl(settings: AnyStage, inputs: Sequence[Input], pipeline: PipelineSettings) -> Iterator[Problem]:
-    if isinstance(settings, MergeStage):
-        yield "backend", "verl trains only: kind merge needs backend: embedded"
+    if isinstance(settings, MergeStage | SelectStage):
+        yield "backend", f"verl trains only: kind {settings.kind} needs backend: embedded"
         return
     if isinstance(settings, EvalStage | SampleStage):
         yield "backend", f"verl trains only: kind {settings.kind} needs backend: vllm or embedded"

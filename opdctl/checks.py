@@ -4,7 +4,6 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 from opdctl import capabilities
-from opdctl.merging import WITHOUT_BASE, ConvexMerge, MergeSettings, SceMerge
 from opdctl.references import Input, Problem, near_miss
 from opdctl.settings import (
     AnyStage,
@@ -21,18 +20,20 @@ from opdctl.settings import (
     Rollout,
     SampleSettings,
     SampleStage,
+    SelectSettings,
     SftSettings,
     TopKOpd,
     Train,
 )
+from opdctl.settings.merge import WITHOUT_BASE, ConvexMerge, MergeSettings, SceMerge
 
 CONVEX_TOLERANCE = 1e-6  # a third is 0.333333 to most writers
 STATIC_COLUMNS = ("domain", "effort")  # of every row; known before any row is read
 
 
 def mixture(settings: AnyStage) -> Mixture | None:
-    """What the stage reads of the tasks; None for a merge."""
-    return None if isinstance(settings.config, MergeSettings) else settings.config.data
+    """What the stage reads of the tasks; None for a merge and a selection."""
+    return None if isinstance(settings.config, MergeSettings | SelectSettings) else settings.config.data
 
 
 def route_columns(settings: AnyStage, pipeline: PipelineSettings) -> list[str]:

@@ -6,7 +6,16 @@ The computations are in `opdctl/engine/losses.py`, `vocab.py`, `advantages.py` a
 
 from collections.abc import Sequence
 
-from opdctl.merging import (
+from opdctl.settings import (
+    ClippedSurrogate,
+    EffortBudget,
+    FullVocabOpd,
+    OpdSettings,
+    PolicyGradientOpd,
+    RlvrSettings,
+    TopKOpd,
+)
+from opdctl.settings.merge import (
     ConvexMerge,
     DareMerge,
     LinearMerge,
@@ -16,7 +25,6 @@ from opdctl.merging import (
     TaskArithmeticMerge,
     TiesMerge,
 )
-from opdctl.settings import EffortBudget, FullVocabOpd, OpdSettings, PolicyGradientOpd, RlvrSettings
 
 _ADVANTAGE = {
     "mean": "r - mean(group)",
@@ -37,7 +45,8 @@ _KL = {
 
 def describe_rlvr(settings: RlvrSettings) -> str:
     """One or two lines of plain text."""
-    clip = f"clip(r, {1 - settings.clip.low:g}, {1 + settings.clip.high:g})"
+    assert isinstance(settings.surrogate, ClippedSurrogate)
+    clip = f"clip(r, {1 - settings.surrogate.low:g}, {1 + settings.surrogate.high:g})"
     aggregation = _AGGREGATION[settings.aggregation].format(max_tokens=settings.rollout.max_completion_tokens)
     first = (
         f"-min(r A, {clip} A), r = pi/pi_old, A = {_ADVANTAGE[settings.advantage]}, "
@@ -62,14 +71,16 @@ def describe_opd(settings: OpdSettings) -> str:
     """Two lines of plain text."""
     loss = settings.loss
     if isinstance(loss, PolicyGradientOpd):
+        assert isinstance(loss.surrogate, ClippedSurrogate)
         support = "sampled token"
         formula = (
-            f"-min(r A, clip(r, {1 - loss.clip.low:g}, {1 + loss.clip.high:g}) A), r = pi/pi_old, "
+            f"-min(r A, clip(r, {1 - loss.surrogate.low:g}, {1 + loss.surrogate.high:g}) A), r = pi/pi_old, "
             f"A = clip(log(pi_T/pi), -{loss.max_advantage:g}, {loss.max_advantage:g})"
         )
     elif isinstance(loss, FullVocabOpd):
         support, formula = "whole vocabulary", "sum_v pi log(pi/pi_T)"
     else:
+        assert isinstance(loss, TopKOpd)
         rest = "sum_S (pi_T - pi)" if loss.rest == "correction" else "P log(P/P_T), P = 1 - sum_S pi"
         support, formula = f"teacher's top {loss.k} (S)", f"sum_S pi log(pi/pi_T) + {rest}"
     return (

@@ -11,7 +11,7 @@ from opdctl.backends.contract import InputSpec, StageSpec
 from opdctl.errors import StageRefused
 from opdctl.pipeline import Input
 from opdctl.plan import Plan, PlannedStage
-from opdctl.settings import ChainTask, FileTask, NewModel
+from opdctl.settings import AnyTask, NewModel
 from opdctl.store import Attempt, Parent
 
 
@@ -131,7 +131,7 @@ def _download(target: str) -> str:
         ) from error
 
 
-def _task_data(task: ChainTask | FileTask, folder: Path) -> dict[str, Any]:
+def _task_data(task: AnyTask, folder: Path) -> dict[str, Any]:
     """A task's settings with absolute paths."""
     plain: dict[str, Any] = task.model_dump(mode="json")
     return plain | {key: str((folder / plain[key]).resolve()) for key in ("path", "eval_path") if plain.get(key)}

@@ -9,10 +9,10 @@ from typing import Any
 from opdctl.backends import BACKENDS
 from opdctl.errors import ConfigError
 from opdctl.formulas import describe_merge, describe_opd, describe_rlvr
-from opdctl.merging import MergeSettings
 from opdctl.pipeline import Pipeline, Stage, fingerprint, identity
 from opdctl.references import Addresses
 from opdctl.settings import FileTask, OpdSettings, RlvrSettings, SampleSettings, SftSettings
+from opdctl.settings.merge import MergeSettings
 from opdctl.store import Parent, Record, RunDir, StageDir
 
 SHOWN = 4  # differences named in one reason

@@ -15,11 +15,12 @@ Problem = tuple[str, str]  # key below the stage, what is wrong
 
 ONE: Mapping[str, tuple[str, ...]] = {
     "sft": ("init",),
-    "rlvr": ("init", "reference", "budget"),
-    "opd": ("student",),
-    "eval": ("before", "budget"),
+    "rlvr": ("init", "reference", "budget", "grader"),
+    "opd": ("student", "reference"),
+    "eval": ("before", "budget", "grader"),
     "merge": ("base",),
     "sample": ("model",),
+    "select": ("report",),
 }
 MANY: Mapping[str, tuple[str, ...]] = {
     "sft": ("data",),
@@ -28,6 +29,7 @@ MANY: Mapping[str, tuple[str, ...]] = {
     "eval": ("models", "teachers", "after"),
     "merge": ("models",),
     "sample": (),
+    "select": ("models",),
 }
 FORMS = "stage:NAME, stage:NAME[axis=value], stage:NAME[*] (lists only), model:, path:DIR or hf:REPO@REVISION"
 

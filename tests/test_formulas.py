@@ -4,8 +4,8 @@ import sys
 import pytest
 
 from opdctl.formulas import describe_merge, describe_opd, describe_rlvr
-from opdctl.merging import MergeSettings
 from opdctl.settings import OpdSettings, RlvrSettings
+from opdctl.settings.merge import MergeSettings
 
 DATA = {"tasks": ["math"]}
 ROLLOUT = {"prompts": 8, "group_size": 4, "max_prompt_tokens": 32, "max_completion_tokens": 24}
@@ -24,7 +24,7 @@ def opd(loss, **changed):
 
 
 def test_rlvr_shows_its_clip_its_advantage_and_its_aggregation():
-    text = rlvr(clip={"low": 0.2, "high": 0.28}, advantage="leave_one_out", aggregation="constant")
+    text = rlvr(surrogate={"form": "clip", "low": 0.2, "high": 0.28}, advantage="leave_one_out", aggregation="constant")
     assert text == (
         "-min(r A, clip(r, 0.8, 1.28) A), r = pi/pi_old, A = r - mean(others of the group), group of 4; "
         "token sum / 24, mean over sequences"

@@ -137,14 +137,14 @@ def test_an_override_reaches_the_instances_it_selects():
 
 def test_overrides_add_and_remove_keys():
     made = expand(
-        tree({"stages.max.config.clip": {"low": 0.1}}),
+        tree({"stages.max.config.surrogate": {"form": "clip", "low": 0.1}}),
         [
             _override("max[*]", "config.aggregation", "constant"),
-            _override("max[domain=math]", "config.clip", delete=True),
+            _override("max[domain=math]", "config.surrogate", delete=True),
         ],
     )
     first, second = (made.stages[name].settings.config for name in SPECIALISTS)
-    assert (first.aggregation, first.clip.low, second.clip.low) == ("constant", 0.2, 0.1)
+    assert (first.aggregation, first.surrogate.low, second.surrogate.low) == ("constant", 0.2, 0.1)
 
 
 def test_an_override_that_selects_nothing_is_a_problem():
@@ -156,8 +156,8 @@ def test_an_override_that_selects_nothing_is_a_problem():
 
 def test_removing_a_key_that_is_not_there_is_a_problem():
     assert (
-        "there is no key 'config.clip' to remove"
-        in problems(overrides=[_override("max[*]", "config.clip", delete=True)])[0]
+        "there is no key 'config.surrogate' to remove"
+        in problems(overrides=[_override("max[*]", "config.surrogate", delete=True)])[0]
     )
 
 
@@ -192,7 +192,7 @@ def _print(changes=None, stage="max[domain=math]", data=None, revision="1", inpu
         {"name": "other"},
         {"tracking": {"enabled": False}},
         {"tasks.code.links": 12},
-        {"stages.max.config.clip": {"low": 0.2}},  # the default, written out
+        {"stages.max.config.surrogate": {"form": "clip", "low": 0.2}},  # the default, written out
         {"stages.max.config.train.optimizer.lr": 0.001},
     ],
 )
@@ -205,7 +205,7 @@ def test_identity_leaves_out_what_does_not_change_the_result(changes):
     [
         {"seed": 1},
         {"stages.max.config.train.optimizer.lr": 0.002},
-        {"stages.max.config.clip": {"low": 0.1}},
+        {"stages.max.config.surrogate": {"form": "clip", "low": 0.1}},
         {"tasks.math.links": 12},
         {"efforts.levels.max": "<most>"},
         {"efforts.by": "system_prompt"},

@@ -3,14 +3,10 @@
 Shapes: P prompts, G completions of each prompt (its group).
 """
 
-from typing import Literal
-
 from torch import Tensor
 
 from opdctl.errors import OpdctlError
-from opdctl.settings import EffortBudget
-
-Baseline = Literal["mean", "mean_std", "leave_one_out"]
+from opdctl.settings import Baseline, EffortBudget
 
 
 def group_advantages(rewards_PG: Tensor, how: Baseline, *, eps: float = 1e-6) -> Tensor:

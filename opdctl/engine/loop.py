@@ -20,7 +20,7 @@ from opdctl.engine.optim import AdamW, learning_rate
 from opdctl.engine.policy import Policy
 from opdctl.engine.recovery import Recovery, Save
 from opdctl.errors import StageFailed
-from opdctl.settings import ChainTask, EffortSettings, FileTask, NewModel, Rollout, Train
+from opdctl.settings import TASKS, EffortSettings, NewModel, Rollout, Train
 from opdctl.tasks import Task, load_task
 from opdctl.tasks.sampled import read_sampled
 
@@ -39,9 +39,8 @@ def role(spec: StageSpec, name: str) -> list[InputSpec]:
 
 def open_tasks(spec: StageSpec) -> dict[str, Task]:
     efforts = EffortSettings.model_validate(spec.efforts) if spec.efforts else None
-    kinds: dict[str, type[ChainTask] | type[FileTask]] = {"chain": ChainTask, "file": FileTask}
     return {
-        name: load_task(name, kinds[given["task"]].model_validate(given), efforts) for name, given in spec.tasks.items()
+        name: load_task(name, TASKS[given["task"]].model_validate(given), efforts) for name, given in spec.tasks.items()
     }
 
 

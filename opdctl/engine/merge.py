@@ -23,7 +23,8 @@ from opdctl.engine.teachers import check_vocabularies
 from opdctl.engine.tensors import StoredTensor, TensorWriter, stored_tensors
 from opdctl.engine.weights import some
 from opdctl.errors import StageRefused
-from opdctl.merging import (
+from opdctl.settings import NewModel
+from opdctl.settings.merge import (
     ConvexMerge,
     DareMerge,
     LinearMerge,
@@ -33,7 +34,6 @@ from opdctl.merging import (
     TaskArithmeticMerge,
     TiesMerge,
 )
-from opdctl.settings import NewModel
 
 PART_BYTES = 32 * 2**20  # of the float32 values of all models in one part; a method holds a few times that
 # of a config.json: who wrote it and how, not what the network is

@@ -26,7 +26,7 @@ from opdctl.engine.vocab import (
     token_logprobs,
     topk_reverse_kl,
 )
-from opdctl.settings import FullVocabOpd, OpdSettings, PolicyGradientOpd, TopKOpd
+from opdctl.settings import ClippedSurrogate, FullVocabOpd, OpdSettings, PolicyGradientOpd, TopKOpd
 
 
 def run(spec: StageSpec, control: Control) -> StageResult:
@@ -178,19 +178,23 @@ class _Distiller:
             )[0]
         # the teacher scores at temperature 1, whatever the student samples at
         teacher_logprobs_N, _ = token_logprobs(teacher_hidden_NE, teacher_head_VE, piece.targets_N)
+        assert isinstance(form, PolicyGradientOpd)
         return self._policy_gradient(form, piece, teacher_logprobs_N)
 
     def _policy_gradient(self, form: PolicyGradientOpd, piece: "_Piece", teacher_logprobs_N: Tensor) -> Tensor:
         policy_logprobs_N, _ = token_logprobs(piece.hidden_ND, self.student.head(), piece.targets_N)
-        advantages_N = opd_advantage(teacher_logprobs_N, policy_logprobs_N, form.max_advantage)
-        self._clipped.append(advantages_N.abs() >= form.max_advantage)
+        bound = form.max_advantage or float("inf")
+        advantages_N = opd_advantage(teacher_logprobs_N, policy_logprobs_N, bound)
+        self._clipped.append(advantages_N.abs() >= bound)
         options = self.settings.rollout
         if options.temperature == 1.0 and options.top_p == 1.0 and options.top_k == 0:
             old_N = torch.cat([row.sampling_logprobs for row in piece.rows]).to(policy_logprobs_N)
         else:
             # drawn from another distribution than the policy's own: the ratio starts at 1
             old_N = policy_logprobs_N.detach()
-        loss_N, _ = clipped_policy_loss(policy_logprobs_N, old_N, advantages_N, low=form.clip.low, high=form.clip.high)
+        assert isinstance(form.surrogate, ClippedSurrogate)
+        low, high = form.surrogate.low, form.surrogate.high
+        loss_N, _ = clipped_policy_loss(policy_logprobs_N, old_N, advantages_N, low=low, high=high)
         return (loss_N * piece.weights_N).sum()
 
     def health(self) -> Metrics:

@@ -22,7 +22,7 @@ from opdctl.engine.rows import Mixer, Renderer, Row, judge, roll, stream_seed
 from opdctl.engine.sampling import Rollout, sample
 from opdctl.engine.teachers import check_vocabularies
 from opdctl.engine.vocab import token_logprobs
-from opdctl.settings import RlvrSettings
+from opdctl.settings import ClippedSurrogate, RlvrSettings
 
 
 def run(spec: StageSpec, control: Control) -> StageResult:
@@ -246,9 +246,9 @@ def _losses(experience: Experience, numbers: list[int], sampler: _Sampler) -> It
         )
         old_N = torch.cat([experience.old_logprobs[i] for i in chosen]).to(policy_logprobs_N)
         advantages_N = torch.tensor([experience.advantages[i] for i in chosen]).to(old_N)[batch.sequence_N]
-        loss_N, clipped_N = clipped_policy_loss(
-            policy_logprobs_N, old_N, advantages_N, low=settings.clip.low, high=settings.clip.high
-        )
+        assert isinstance(settings.surrogate, ClippedSurrogate)
+        low, high = settings.surrogate.low, settings.surrogate.high
+        loss_N, clipped_N = clipped_policy_loss(policy_logprobs_N, old_N, advantages_N, low=low, high=high)
         sampler.clipped.append(clipped_N)
         if kl_in_loss and sampler.reference is not None:
             reference_N = torch.cat(sampler.logprobs(sampler.reference, [experience.sequences[i] for i in chosen]))

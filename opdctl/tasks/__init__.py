@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from opdctl.settings import ChainTask, EffortSettings, FileTask
+from opdctl.settings import AnyTask, ChainTask, EffortSettings, FileTask
 
 Split = Literal["train", "eval"]
 
@@ -67,9 +67,7 @@ class Task(Protocol):
         ...
 
 
-def load_task(
-    name: str, settings: ChainTask | FileTask, efforts: EffortSettings | None, workspace: Path | None = None
-) -> Task:
+def load_task(name: str, settings: AnyTask, efforts: EffortSettings | None, workspace: Path | None = None) -> Task:
     """The task called `name`; its prompts carry the column domain=`name`.
 
     Relative paths and the user's own verifiers start at `workspace`, the current folder where absent.
@@ -84,7 +82,7 @@ def load_task(
 
 
 def load_verifier(
-    name: str, settings: ChainTask | FileTask, efforts: EffortSettings | None, workspace: Path
+    name: str, settings: AnyTask, efforts: EffortSettings | None, workspace: Path
 ) -> Callable[[Prompt, str], Verdict]:
     """`verify` of the task called `name`; the rows of a file are not read."""
     if isinstance(settings, FileTask):

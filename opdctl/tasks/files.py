@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from opdctl.errors import ConfigError, StageFailed
-from opdctl.settings import ChainTask, EffortSettings, FileTask
+from opdctl.settings import AnyTask, ChainTask, EffortSettings, FileTask
 from opdctl.tasks import Demonstration, Prompt, Split, Verdict, first_group, is_held_out
 from opdctl.tasks.verifiers import BUILTIN, answer_problem, resolve
 
@@ -31,7 +31,7 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def data_digest(settings: ChainTask | FileTask, folder: Path, digest: Callable[[Path], str] = sha256) -> dict[str, str]:
+def data_digest(settings: AnyTask, folder: Path, digest: Callable[[Path], str] = sha256) -> dict[str, str]:
     """sha256 of each file that the rows and their judgement depend on, by its path relative to `folder`.
 
     `digest` may remember what it has read. A verifier of the workspace counts as data: another version of it is

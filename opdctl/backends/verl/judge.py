@@ -17,7 +17,7 @@ from typing import Any
 
 from opdctl.backends.verl.layout import BOOTSTRAP
 from opdctl.errors import OpdctlError, StageFailed
-from opdctl.settings import ChainTask, EffortSettings, FileTask
+from opdctl.settings import AnyTask, ChainTask, EffortSettings, FileTask
 from opdctl.tasks import Prompt, Verdict, load_verifier
 
 LIMIT_S = 300.0  # wall time for one verdict: far beyond the limits of the built-in verifiers
@@ -40,7 +40,7 @@ def pack(prompt: Prompt) -> str:
     return json.dumps(given, sort_keys=True)
 
 
-def unpack(text: str, settings: ChainTask | FileTask) -> Prompt:
+def unpack(text: str, settings: AnyTask) -> Prompt:
     """The prompt that was packed, but for what no verifier reads."""
     from opdctl.tasks.files import Row
 

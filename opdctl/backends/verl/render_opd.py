@@ -8,7 +8,7 @@ from opdctl.backends.verl.layout import ROUTE, teacher_key
 from opdctl.backends.verl.overrides import Overrides
 from opdctl.backends.verl.render_engine import model_path, verl_seed
 from opdctl.backends.verl.render_rl import ACTOR
-from opdctl.settings import ClipRange, OpdSettings, PolicyGradientOpd, Resources, TopKOpd
+from opdctl.settings import ClippedSurrogate, OpdSettings, PolicyGradientOpd, Resources, TopKOpd
 
 LOSSES = {"policy_gradient": "opdctl_policy_gradient", "topk": "opdctl_reverse_kl_topk"}  # as the plug-in calls them
 _LOSS = "distillation.distillation_loss"
@@ -76,9 +76,10 @@ def _loss(overrides: Overrides, settings: OpdSettings) -> None:
             f"+{_LOSS}.use_chunked_topk": False,
         },
     )
-    bounds = form.clip if isinstance(form, PolicyGradientOpd) else ClipRange()
+    bounds = form.surrogate if isinstance(form, PolicyGradientOpd) else ClippedSurrogate()
+    assert isinstance(bounds, ClippedSurrogate)
     for at in (_LOSS, ACTOR):
-        render_rl.clip(overrides, bounds, at, source="config.loss.clip")
+        render_rl.clip(overrides, bounds, at, source="config.loss.surrogate")
 
 
 def _teacher(

@@ -8,7 +8,7 @@ from opdctl.backends.verl import render_engine
 from opdctl.backends.verl.layout import layout
 from opdctl.backends.verl.overrides import Overrides
 from opdctl.backends.verl.render_engine import on_cpu, verl_seed
-from opdctl.settings import ClipRange, Kl, OpdSettings, Resources, RlvrSettings
+from opdctl.settings import ClippedSurrogate, Kl, OpdSettings, Resources, RlvrSettings
 from opdctl.workers import VerlResources
 
 ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
@@ -31,14 +31,17 @@ def rlvr(spec: StageSpec) -> Overrides:
     common(overrides, spec, settings, resources, init)
     # the plug-in's estimators: verl's grpo and rloo, but exactly 0 for equal rewards
     overrides.own("config.advantage", {"algorithm.adv_estimator": f"opdctl_{settings.advantage}"})
-    clip(overrides, settings.clip, ACTOR, source="config.clip")
-    overrides.own("config.clip", {f"{ACTOR}.clip_ratio_c": _NO_DUAL_CLIP, f"{ACTOR}.policy_loss.loss_mode": "vanilla"})
+    assert isinstance(settings.surrogate, ClippedSurrogate)
+    clip(overrides, settings.surrogate, ACTOR, source="config.surrogate")
+    overrides.own(
+        "config.surrogate", {f"{ACTOR}.clip_ratio_c": _NO_DUAL_CLIP, f"{ACTOR}.policy_loss.loss_mode": "vanilla"}
+    )
     _kl(overrides, settings.kl)
     overrides.own("kind", {"distillation.enabled": False})
     return overrides
 
 
-def clip(overrides: Overrides, settings: ClipRange, at: str, *, source: str) -> None:
+def clip(overrides: Overrides, settings: ClippedSurrogate, at: str, *, source: str) -> None:
     overrides.own(
         source,
         {

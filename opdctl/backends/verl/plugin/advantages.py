@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from verl.trainer.ppo.core_algos import register_adv_est
 
-from opdctl.engine.advantages import Baseline, group_advantages
+from opdctl.engine.advantages import group_advantages
+from opdctl.settings import Baseline
 
 
 def register() -> None:

@@ -1,4 +1,4 @@
-"""The keys of stage kind `merge`: how the weights of several models become one. Pure data, see `opdctl/settings.py`.
+"""The keys of stage kind `merge`: how the weights of several models become one. Pure data.
 
 theta_i: weights of model i of the input role `models`, w_i its `weight` there; theta_0: weights of the input role
 `base`, which the methods have that work on task vectors tau_i = theta_i - theta_0. The computations are in

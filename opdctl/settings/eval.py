@@ -1,0 +1,34 @@
+"""Stage kinds `eval`, which scores models on held-out prompts, and `select`, which takes the best of them."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from opdctl.fields import Count, Positive, Seed, Settings
+from opdctl.settings.grading import Grader
+from opdctl.settings.train import Budget, Mixture, Rollout
+
+
+class EvalBudget(Settings):
+    """Within-budget accuracy: correct, finished and T(y) <= tau[effort] * b0(x)."""
+
+    tau: dict[str, Positive]
+    budget: Budget
+
+
+class EvalSettings(Settings):
+    data: Mixture
+    rollout: Rollout  # `prompts`: per task; `group_size`: samples per prompt
+    pass_k: list[Count] = [1]
+    within: EvalBudget | None = None
+    confidence: Annotated[float, Field(gt=0, lt=1)] = 0.95
+    seed: Seed = 99  # of the held-out prompts: the same for every seed of the recipe
+    grader: Grader | None = None  # grades beside the verifiers: the report tells how far it agrees with them
+
+
+class SelectSettings(Settings):
+    """Publishes, of the input role `models`, the one that an eval stage (role `report`) scored best."""
+
+    metric: Literal["accuracy", "within_budget", "length_mean"]
+    best: Literal["highest", "lowest"] = "highest"
+    cells: list[str] = []  # of the report, `task` or `task.effort`; their plain mean decides; empty: all cells
