@@ -105,6 +105,7 @@ def _data(settings: AnyStage, pipeline: PipelineSettings) -> Iterator[Problem]:
     for name in dict.fromkeys(data.tasks):
         if name not in pipeline.tasks:
             yield "config.data.tasks", f"no task is called '{name}'" + near_miss(name, pipeline.tasks, "tasks")
+    yield from _ratios(settings, data)
     for effort in dict.fromkeys(data.efforts):
         yield from _effort("config.data.efforts", effort, pipeline)
         for name in dict.fromkeys(data.tasks):
@@ -114,6 +115,15 @@ def _data(settings: AnyStage, pipeline: PipelineSettings) -> Iterator[Problem]:
             elif isinstance(task, ChainTask) and task.links % task.strides[effort]:
                 text = f"tasks.{name}.strides.{effort}: {task.strides[effort]} does not divide links = {task.links}"
                 yield "config.data.efforts", text
+
+
+def _ratios(settings: AnyStage, data: Mixture) -> Iterator[Problem]:
+    if data.ratios and isinstance(settings, EvalStage | SampleStage):
+        yield "config.data.ratios", f"would not be read: kind {settings.kind} asks every task rollout.prompts prompts"
+    for name in data.ratios:
+        if name not in data.tasks:
+            hint = near_miss(name, data.tasks, "config.data.tasks")
+            yield f"config.data.ratios.{name}", f"the stage reads no task '{name}'" + hint
 
 
 def _effort(key: str, effort: str, pipeline: PipelineSettings) -> Iterator[Problem]:

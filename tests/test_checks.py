@@ -126,6 +126,17 @@ BAD = [
     ),
     # tasks and efforts
     (
+        {"stages.sft.config.data.ratios": {"mth": 2}},
+        "stages.sft.config.data.ratios.mth",
+        "the stage reads no task 'mth' (did you mean 'math'?",
+    ),
+    ({"stages.sft.config.data.ratios": {"math": 0}}, "stages.sft.config.data.ratios.math", "must be greater than"),
+    (
+        {"stages.eval.config.data.ratios": {"math": 2}},
+        "stages.eval.config.data.ratios",
+        "would not be read: kind eval asks every task rollout.prompts prompts",
+    ),
+    (
         {"stages.sft.config.data.tasks": ["mth"]},
         "stages.sft.config.data.tasks",
         "no task is called 'mth' (did you mean 'math'?",

@@ -3,6 +3,7 @@
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 from opdctl.engine.checkpoint import Tokenizer, encode_batch
 from opdctl.engine.sampling import Drawn_co, Generate
@@ -32,8 +33,27 @@ class Row:
         return self.index * 4096 + self.cell
 
 
+class Deal:
+    """Deals rows to hands, `shares[i]` to hand i in every turn of sum(shares) rows, as evenly as whole rows can be.
+
+    Which hand a row goes to depends on its number alone.
+    """
+
+    def __init__(self, shares: Sequence[int]) -> None:
+        self.turn = sum(shares)
+        # share k of s lies at (2k + 1) / 2s of the turn: a hand's rows come evenly spaced, not in a lump
+        order = sorted(
+            ((Fraction(2 * k + 1, 2 * share), hand) for hand, share in enumerate(shares) for k in range(share))
+        )
+        self._places = [[at for at, (_, dealt) in enumerate(order) if dealt == hand] for hand in range(len(shares))]
+
+    def before(self, hand: int, row: int) -> int:
+        """How many of the rows 0 .. row-1 go to the hand. A turn's last place is dealt first."""
+        return sum((row + place) // self.turn for place in self._places[hand])
+
+
 class Mixer:
-    """Deals a mixture's prompts evenly over its cells (task x effort), ordered by cell.
+    """Deals a mixture's prompts over its cells (task x effort), each task its share of them, ordered by cell.
 
     Rows start .. start+count-1 depend on the mixture, the seed and their numbers alone.
     """
@@ -43,11 +63,13 @@ class Mixer:
         efforts: Sequence[str | None] = mixture.efforts or [None]
         self.mixture = mixture
         self.cells = [(task, effort) for task in mixture.tasks for effort in efforts]
+        self._cell_deal = Deal([mixture.ratios.get(task, 1) for task, _ in self.cells])
+        self._task_deal = Deal([mixture.ratios.get(task, 1) for task in mixture.tasks])
 
     def rows(self, start: int, count: int) -> list[Row]:
         rows: list[Row] = []
         for cell in range(len(self.cells)):
-            first, last = ((at + cell) // len(self.cells) for at in (start, start + count))
+            first, last = (self._cell_deal.before(cell, at) for at in (start, start + count))
             rows += self.cell_rows(cell, first, last - first)
         return rows
 
@@ -64,11 +86,10 @@ class Mixer:
         return self.seed if self.split == "eval" else stream_seed(self.seed, self.cells[cell][1])
 
     def demonstrations(self, start: int, count: int) -> list[tuple[str, Demonstration]]:
-        """Rows start .. start+count-1 of the training split with answers, dealt evenly over the tasks."""
-        names = self.mixture.tasks
+        """Rows start .. start+count-1 of the training split with answers, dealt over the tasks by their shares."""
         dealt: list[tuple[str, Demonstration]] = []
-        for number, name in enumerate(names):
-            first, last = ((at + number) // len(names) for at in (start, start + count))
+        for number, name in enumerate(self.mixture.tasks):
+            first, last = (self._task_deal.before(number, at) for at in (start, start + count))
             shown = self.tasks[name].demonstrations(self.seed, first, last - first, self.mixture.efforts)
             dealt += [(name, demonstration) for demonstration in shown]
         return dealt

@@ -17,7 +17,7 @@ from typing import Any
 from opdctl.backends.contract import Control, StageSpec
 from opdctl.backends.verl.budgets import budgets
 from opdctl.backends.verl.judge import pack
-from opdctl.backends.verl.layout import ROUTE, Layout, layout, teacher_key
+from opdctl.backends.verl.layout import IMAGES, ROUTE, Layout, has_images, layout, teacher_key
 from opdctl.backends.verl.render_rl import updates, updates_of
 from opdctl.backends.verl.teachers import check_teachers
 from opdctl.engine.checkpoint import Tokenizer, encode, load_vocabulary
@@ -151,7 +151,8 @@ def _check_end(texts: list[str], completions: list[list[int]], tokenizer: Tokeni
 def _texts(spec: StageSpec, student: _Student) -> dict[int, list[list[int]]]:
     """Token ids of right answers with their prompts, by the number of the teacher that scores such rows."""
     settings = OpdSettings.model_validate(spec.config)
-    mixer = Mixer(open_tasks(spec), settings.data, "train", stream_seed(spec.seed, "opd"))
+    evenly = settings.data.model_copy(update={"ratios": {}})  # a teacher of rare rows is to have some too
+    mixer = Mixer(open_tasks(spec), evenly, "train", stream_seed(spec.seed, "opd"))
     router = Router(role(spec, "teachers"), settings.route_by, settings.default_teacher)
     texts: dict[int, list[list[int]]] = {}
     for _, shown in mixer.demonstrations(0, 64 * len(router.numbers)):
@@ -165,12 +166,14 @@ def _prompts(spec: StageSpec, student: _Student, control: Control) -> Iterator[l
     """Prompts of one rollout batch after another."""
     settings = (OpdSettings if spec.kind == "opd" else RlvrSettings).model_validate(spec.config)
     mixer = Mixer(open_tasks(spec), settings.data, "train", stream_seed(spec.seed, spec.kind))
-    options, router = settings.rollout, _router(spec, settings)
+    options, router, images = settings.rollout, _router(spec, settings), has_images(spec)
     with _budgets(spec, control, settings, mixer, student.renderer) as estimate:
         for batch in range(rollout_batches(settings)):
             rows = mixer.rows(batch * options.prompts, options.prompts)
             student.renderer.prompts([row.prompt for row in rows], options.max_prompt_tokens)
-            records = [_record(row, student.renderer, budget) for row, budget in zip(rows, estimate(rows), strict=True)]
+            records = [
+                _record(row, student.renderer, budget, images) for row, budget in zip(rows, estimate(rows), strict=True)
+            ]
             if router is not None:
                 for row, record in zip(rows, records, strict=True):
                     record[ROUTE] = teacher_key(router.teacher(row.prompt.columns))
@@ -213,10 +216,14 @@ def _order(spec: StageSpec, step: int, count: int) -> list[int]:
     return [int(number) for number in torch.randperm(count, generator=generator)]
 
 
-def _record(row: Row, renderer: Renderer, budget: float | None) -> _Record:
+def _record(row: Row, renderer: Renderer, budget: float | None, images: bool) -> _Record:
+    """With images, verl renders the messages by the model's own template: it alone knows an image's tokens."""
+    rendered = [{"role": "user", "content": renderer.text(row.prompt)}]
+    shown = {IMAGES: list(row.prompt.images)} if images else {}
     return {
         "data_source": row.task,
-        "prompt": [{"role": "user", "content": renderer.text(row.prompt)}],
+        "prompt": [dict(message) for message in row.prompt.messages] if images else rendered,
+        **shown,
         "reward_model": {"style": "rule", "ground_truth": pack(row.prompt)},
         "extra_info": {"index": 0, "task": row.task, "budget": budget},
     }
@@ -273,6 +280,7 @@ def _schema(record: _Record) -> Any:
         "messages": messages,
         "prompt": messages,
         "data_source": pa.string(),
+        IMAGES: pa.list_(pa.string()),
         "reward_model": pa.struct([("style", pa.string()), ("ground_truth", pa.string())]),
         "extra_info": pa.struct([("index", pa.int64()), ("task", pa.string()), ("budget", pa.float64())]),
         ROUTE: pa.string(),

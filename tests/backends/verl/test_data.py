@@ -78,6 +78,15 @@ def test_demonstrations_are_the_engines_in_its_order(tmp_path):
     assert {tuple(message["role"] for message in row["messages"]) for row in rows} == {("user", "assistant")}
 
 
+def test_rows_are_dealt_by_the_ratios(tmp_path):
+    spec = stages.sft(tmp_path / "sft", steps=2)
+    spec = replace(spec, config=spec.config | {"data": spec.config["data"] | {"ratios": {"code": 5}}})
+    rows = write(spec)
+    shown = [shown for step in range(2) for _, shown in mixer_of(spec, "sft").demonstrations(24 * step, 24)]
+    assert [row["messages"][0]["content"] for row in rows] == [demonstration.prompt.text for demonstration in shown]
+    assert sum(row["messages"][0]["content"].startswith("<code>") for row in rows) == 48 * 5 // 6
+
+
 def test_prompts_are_the_engines_split_into_its_optimizer_steps(rlvr):
     spec = rlvr(rollout=stages.ROLLOUT | {"prompts": 6}, train=stages.train(6, 8))
     rows = write(spec)
