@@ -1,9 +1,9 @@
 """What can be known before launch about a stage whose keys are all valid: do its numbers, names and inputs agree?"""
 
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from opdctl import capabilities
+from opdctl.checks_inputs import STATIC_COLUMNS, check_coverage, check_labels, check_roles, check_route_columns, mixture
 from opdctl.references import Input, Problem, near_miss
 from opdctl.settings import (
     AnyStage,
@@ -14,35 +14,17 @@ from opdctl.settings import (
     Mixture,
     NewModel,
     OpdSettings,
-    OpdStage,
     PipelineSettings,
     RlvrSettings,
     Rollout,
     SampleSettings,
     SampleStage,
-    SelectSettings,
-    SftSettings,
     TopKOpd,
     Train,
 )
-from opdctl.settings.merge import WITHOUT_BASE, ConvexMerge, MergeSettings, SceMerge
+from opdctl.settings.merge import ConvexMerge, MergeSettings, SceMerge
 
 CONVEX_TOLERANCE = 1e-6  # a third is 0.333333 to most writers
-STATIC_COLUMNS = ("domain", "effort")  # of every row; known before any row is read
-
-
-def mixture(settings: AnyStage) -> Mixture | None:
-    """What the stage reads of the tasks; None for a merge and a selection."""
-    return None if isinstance(settings.config, MergeSettings | SelectSettings) else settings.config.data
-
-
-def route_columns(settings: AnyStage, pipeline: PipelineSettings) -> list[str]:
-    """The columns of a row that labels of this stage's models are compared with."""
-    if isinstance(settings, OpdStage):
-        return list(settings.config.route_by)
-    if isinstance(settings, EvalStage):
-        return [*STATIC_COLUMNS, *_file_columns(settings, pipeline)]
-    return []
 
 
 def check_stage(settings: AnyStage, inputs: Sequence[Input], pipeline: PipelineSettings) -> Iterator[Problem]:
@@ -50,14 +32,14 @@ def check_stage(settings: AnyStage, inputs: Sequence[Input], pipeline: PipelineS
     config = settings.config
     yield from _data(settings, pipeline)
     yield from _resources(settings, inputs, pipeline)
-    yield from _roles(settings, inputs)
-    yield from _labels(inputs)
+    yield from check_roles(settings, inputs)
+    yield from check_labels(inputs)
     yield from capabilities.missing(settings, inputs, pipeline)
     if isinstance(config, RlvrSettings):
         yield from _rlvr(config, pipeline)
     if isinstance(config, OpdSettings):
         yield from _opd(config, inputs, pipeline)
-        yield from _file_column_names(settings, pipeline)
+        yield from check_route_columns(settings, pipeline)
     if isinstance(config, EvalSettings):
         yield from _eval(config, inputs, pipeline)
     if isinstance(config, MergeSettings):
@@ -68,34 +50,6 @@ def check_stage(settings: AnyStage, inputs: Sequence[Input], pipeline: PipelineS
             f"{config.per_prompt} answers of a prompt need as many tries: rollout.group_size is "
             f"{config.rollout.group_size}",
         )
-
-
-def check_sources(settings: AnyStage, inputs: Sequence[Input], stages: Mapping[str, AnyStage]) -> Iterator[Problem]:
-    """Do the stages that it reads publish what the role wants, a model or data? `stages`: those that are valid."""
-    sampled: list[Mixture] = []
-    for given in inputs:
-        source = stages.get(given.target) if given.kind == "stage" else None
-        if given.role == "data" and given.kind != "stage":
-            yield "inputs.data", f"'{given.ref}' is no stage: rows of files are tasks, to be named in config.data.tasks"
-        elif given.role == "data" and isinstance(source, SampleStage):
-            sampled.append(source.config.data)
-        elif given.role == "data" and source is not None:
-            yield "inputs.data", f"'{given.target}' is of kind {source.kind}; kind sample publishes data"
-        elif source is not None and source.kind in ("eval", "sample"):
-            yield f"inputs.{given.role}", f"'{given.target}' is of kind {source.kind}, which publishes no model"
-    if sampled and isinstance(settings.config, SftSettings):
-        yield from _sampled(settings.config.data, sampled)
-
-
-def _sampled(wanted: Mixture, given: Sequence[Mixture]) -> Iterator[Problem]:
-    """Every task, at every effort, has to be sampled by some stage."""
-    there = {(task, effort) for data in given for task in data.tasks for effort in data.efforts or [""]}
-    for task in dict.fromkeys(wanted.tasks):
-        efforts = [effort for own, effort in there if own == task]
-        if not efforts:
-            yield "inputs.data", f"no stage samples task '{task}' of config.data.tasks"
-        elif bare := [effort for effort in dict.fromkeys(wanted.efforts) if effort not in efforts]:
-            yield "inputs.data", f"no stage samples task '{task}' at effort {', '.join(bare)} of config.data.efforts"
 
 
 def _data(settings: AnyStage, pipeline: PipelineSettings) -> Iterator[Problem]:
@@ -170,57 +124,6 @@ def computed_gpus(settings: AnyStage, inputs: Sequence[Input], pipeline: Pipelin
 # ---------------------------------------------------------------------------------------------- inputs
 
 
-def _roles(settings: AnyStage, inputs: Sequence[Input]) -> Iterator[Problem]:
-    roles = {given.role for given in inputs} | settings.inputs.keys()  # a bad reference is told elsewhere
-    config = settings.config
-    required: dict[str, str] = {}
-    useless: dict[str, str] = {}
-    match config:
-        case RlvrSettings():
-            required["init"] = ""
-            kl, effort = config.kl.estimator != "none", config.effort is not None
-            (required if kl else useless)["reference"] = f"config.kl.estimator is {config.kl.estimator}"
-            (required if effort else useless)["budget"] = f"config.effort is {'set' if effort else 'not set'}"
-        case OpdSettings():
-            required = {"student": "", "teachers": ""}
-        case EvalSettings():
-            if not roles & {"models", "before", "teachers", "after"}:
-                yield "inputs", "names no model; give models, or before, teachers and after (for the fusion table)"
-            elif "models" in roles and roles & {"before", "teachers", "after"}:
-                yield "inputs", "give either models, or before, teachers and after"
-            elif "models" not in roles:
-                required = dict.fromkeys(("before", "teachers", "after"), "the fusion table compares all three")
-            if config.within is None:
-                useless["budget"] = "config.within is not set"
-            elif "models" in roles:
-                required["budget"] = "config.within is set, and there is no `before` to stand in"
-        case MergeSettings():
-            required["models"] = ""
-            why = f"config.merge.method is {config.merge.method}"
-            (useless if isinstance(config.merge, WITHOUT_BASE) else required)["base"] = why
-        case SampleSettings():
-            required["model"] = ""
-        case _:
-            required["init"] = ""
-    for role, why in required.items():
-        if role not in roles:
-            yield f"inputs.{role}", "required, and not set" + (f": {why}" if why else "")
-    for role, why in useless.items():
-        if role in roles:
-            yield f"inputs.{role}", f"would not be read: {why}"
-
-
-def _labels(inputs: Sequence[Input]) -> Iterator[Problem]:
-    """Models compared in one table, or routed to, need names of their own."""
-    listed = [given for given in inputs if given.role in ("models", "before", "teachers", "after")]
-    seen: dict[str, str] = {}
-    for given in listed:
-        if given.label in seen:
-            roles = " and ".join(dict.fromkeys((seen[given.label], given.role)))
-            yield f"inputs.{given.role}", f"two models of {roles} are called '{given.label}'; give one another label"
-        seen.setdefault(given.label, given.role)
-
-
 # ---------------------------------------------------------------------------------------------- kinds
 
 
@@ -284,7 +187,7 @@ def _opd(config: OpdSettings, inputs: Sequence[Input], pipeline: PipelineSetting
     if "effort" in config.route_by and not config.data.efforts:
         yield "config.route_by", "rows have no effort to route by: config.data.efforts is empty"
     elif teachers:
-        yield from _coverage(config, config.route_by, teachers, config.default_teacher is not None)
+        yield from check_coverage(config, config.route_by, teachers, config.default_teacher is not None)
 
 
 def _eval(config: EvalSettings, inputs: Sequence[Input], pipeline: PipelineSettings) -> Iterator[Problem]:
@@ -303,56 +206,7 @@ def _eval(config: EvalSettings, inputs: Sequence[Input], pipeline: PipelineSetti
     if teachers := [given for given in inputs if given.role == "teachers"]:
         common = [column for column in STATIC_COLUMNS if all(column in given.route for given in teachers)]
         known = [column for column in common if column == "domain" or config.data.efforts]
-        yield from _coverage(config, known, teachers, False)
-
-
-def _coverage(
-    config: OpdSettings | EvalSettings, route_by: Sequence[str], teachers: Sequence[Input], default: bool
-) -> Iterator[Problem]:
-    """Exactly one teacher for each combination of columns that the data can hold."""
-    routes: dict[tuple[str, ...], str] = {}
-    for given in teachers:
-        if lacking := [column for column in route_by if column not in given.route]:
-            yield "inputs.teachers", f"'{given.label}' has no label '{lacking[0]}' to be routed by; give it a route"
-            continue
-        key = tuple(given.route[column] for column in route_by)
-        if key in routes:
-            yield "inputs.teachers", f"'{routes[key]}' and '{given.label}' are both for {_row(route_by, key)}"
-        routes.setdefault(key, given.label)
-    static = [at for at, column in enumerate(route_by) if column in STATIC_COLUMNS]
-    values = {"domain": list(dict.fromkeys(config.data.tasks)), "effort": list(dict.fromkeys(config.data.efforts))}
-    wanted = list(itertools.product(*(values[route_by[at]] for at in static)))
-    covered = {tuple(key[at] for at in static) for key in routes}
-    columns = [route_by[at] for at in static]
-    bare = [_row(columns, key) for key in wanted if key not in covered]
-    if bare and not default and static:
-        hint = "add teachers, or set config.default_teacher" if isinstance(config, OpdSettings) else "add teachers"
-        yield "inputs.teachers", f"no teacher for {'; '.join(bare)} ({hint})"
-    for key, label in routes.items():
-        if tuple(key[at] for at in static) not in wanted:
-            yield "inputs.teachers", f"'{label}' is for {_row(route_by, key)}, which the data cannot hold"
-
-
-def _row(columns: Sequence[str], key: Sequence[str]) -> str:
-    return ", ".join(f"{column}={value}" for column, value in zip(columns, key, strict=True)) or "every row"
-
-
-def _file_columns(settings: AnyStage, pipeline: PipelineSettings) -> list[str]:
-    data = mixture(settings)
-    named = [pipeline.tasks.get(name) for name in (data.tasks if data else ())]
-    return list(dict.fromkeys(column for task in named for column in getattr(task, "columns", [])))
-
-
-def _file_column_names(settings: OpdStage | AnyStage, pipeline: PipelineSettings) -> Iterator[Problem]:
-    assert isinstance(settings, OpdStage)
-    for column in settings.config.route_by:
-        known = [*STATIC_COLUMNS, *_file_columns(settings, pipeline)]
-        if column not in known:
-            yield "config.route_by", f"rows have no column '{column}'" + near_miss(column, known, "columns")
-        for name in settings.config.data.tasks if column not in STATIC_COLUMNS else ():
-            task = pipeline.tasks.get(name)
-            if column in known and column not in getattr(task, "columns", []):
-                yield "config.route_by", f"tasks.{name}.columns does not have '{column}'"
+        yield from check_coverage(config, known, teachers, False)
 
 
 def used_efforts(settings: AnyStage) -> list[str]:

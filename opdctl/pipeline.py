@@ -11,7 +11,8 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any, get_args
 
-from opdctl.checks import check_sources, check_stage, computed_gpus, mixture, route_columns, used_efforts
+from opdctl.checks import check_stage, computed_gpus, used_efforts
+from opdctl.checks_inputs import check_sources, mixture, route_columns
 from opdctl.errors import ConfigError
 from opdctl.references import Addresses, Input, Problem, Resolver, address, check_foreach, fan_out, near_miss, select
 from opdctl.settings import NAME_PATTERN, AnyStage, FileTask, Foreach, PipelineSettings
