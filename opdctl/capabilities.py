@@ -3,12 +3,14 @@
 What is said of verl was read in its version 0.9.1, at the file that each comment names.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from opdctl.references import Input, Problem
 from opdctl.settings import (
     AnyStage,
+    AnyTask,
     EvalStage,
+    FileTask,
     FullVocabOpd,
     MergeStage,
     NewModel,
@@ -18,6 +20,7 @@ from opdctl.settings import (
     SampleStage,
     SelectStage,
     SftSettings,
+    SftStage,
     TopKOpd,
 )
 from opdctl.workers import VerlResources, VerlWorkers
@@ -34,8 +37,25 @@ def missing(settings: AnyStage, inputs: Sequence[Input], pipeline: PipelineSetti
             yield "backend", f"vllm generates only: kind {settings.kind} needs backend: embedded"
         case "vllm" if not isinstance(settings, EvalStage | SampleStage):
             yield "backend", f"vllm generates only: kind {settings.kind} needs backend: embedded or verl"
+    if not isinstance(settings, MergeStage | SelectStage):
+        yield from _images(settings, {name: pipeline.tasks.get(name) for name in settings.config.data.tasks})
     if settings.verl and settings.backend != "verl":
         yield "verl", f"raw overrides are for backend: verl, and this stage has backend: {settings.backend}"
+
+
+def _images(settings: AnyStage, tasks: Mapping[str, AnyTask | None]) -> Iterator[Problem]:
+    """Where one task has images, verl renders all prompts of the stage by the model's own template."""
+    files = {name: task for name, task in tasks.items() if isinstance(task, FileTask)}
+    shown = [name for name, task in files.items() if task.images]
+    for name in shown:
+        if settings.backend != "verl" or isinstance(settings, SftStage):
+            where = "kind sft" if settings.backend == "verl" else f"backend: {settings.backend}"
+            text = f"'{name}' has images, which {where} does not read: kinds rlvr and opd with backend: verl do"
+            yield "config.data.tasks", text
+    for name in tasks if shown else ():
+        if name not in files or files[name].template == "raw":
+            text = f"'{shown[0]}' has images, and verl then renders all prompts by the chat template: '{name}' has none"
+            yield "config.data.tasks", text
 
 
 def _verl(settings: AnyStage, inputs: Sequence[Input], pipeline: PipelineSettings) -> Iterator[Problem]:

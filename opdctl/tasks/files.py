@@ -15,12 +15,13 @@ from types import TracebackType
 from typing import Any
 
 from opdctl.errors import ConfigError, StageFailed
-from opdctl.settings import AnyTask, ChainTask, EffortSettings, FileTask
+from opdctl.settings import AnyTask, EffortSettings, FileTask
 from opdctl.tasks import Demonstration, Prompt, Split, Verdict, first_group, is_held_out
 from opdctl.tasks.verifiers import BUILTIN, answer_problem, resolve
 
 ROLES = ("system", "user", "assistant")
 SHOWN = 10  # bad rows named in one error
+IMAGE = "<image>"  # stands in a message where an image belongs
 OURS = ("domain", "effort")  # columns that every row gets
 
 Message = Mapping[str, str]
@@ -37,7 +38,7 @@ def data_digest(settings: AnyTask, folder: Path, digest: Callable[[Path], str] =
     `digest` may remember what it has read. A verifier of the workspace counts as data: another version of it is
     another task.
     """
-    if isinstance(settings, ChainTask):
+    if not isinstance(settings, FileTask):
         return {}
     paths = [path for path in (settings.path, settings.eval_path) if path is not None]
     module, _, function = settings.verifier.partition(":")
@@ -68,12 +69,13 @@ class Row:
     answer: str
     completion: str | None
     columns: Mapping[str, str]
+    images: Sequence[str] = ()  # as written in the file
 
     @property
     def content(self) -> str:
         """What makes two prompts the same: the words of all turns."""
         turns = [f"{message['role']} {message['content']}" for message in self.messages] or [self.text]
-        return " ".join(" ".join(turns).split())
+        return " ".join(" ".join([*turns, *self.images]).split())
 
 
 class _BadRow(Exception):
@@ -125,7 +127,7 @@ def _read_parquet(path: Path, wanted: Sequence[str], key: str) -> Iterator[tuple
 def read_rows(path: Path, settings: FileTask, key: str) -> list[Row]:
     """All rows of a file, checked; raises ConfigError naming up to ten bad ones, each with its number."""
     wanted = [settings.prompt, settings.answer, *settings.columns]
-    wanted += [settings.completion] if settings.completion else []
+    wanted += [column for column in (settings.completion, settings.images) if column]
     rows: list[Row] = []
     problems: list[str] = []
     for number, raw in _read_raw(path, wanted, key):
@@ -164,7 +166,19 @@ def _check_row(number: int, raw: Any, wanted: Sequence[str], settings: FileTask)
         raise _BadRow(f"column {settings.answer!r}, {answer[:60]!r}, {problem} (verifier {settings.verifier})")
     completion = _text(raw, settings.completion, "text") if settings.completion else None
     columns = {column: _word(raw, column, (str, int)) for column in settings.columns}
-    return Row(number, text, messages, answer, completion, columns)
+    return Row(number, text, messages, answer, completion, columns, _images(raw, messages, settings))
+
+
+def _images(raw: Mapping[str, Any], messages: Sequence[Message], settings: FileTask) -> Sequence[str]:
+    if settings.images is None:
+        return ()
+    paths = raw[settings.images] or []
+    if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
+        raise _BadRow(f"column {settings.images!r} is {str(paths)[:60]!r}; wanted: a list of paths of image files")
+    marks = sum(message["content"].count(IMAGE) for message in messages)
+    if marks != len(paths):
+        raise _BadRow(f"column {settings.images!r} has {len(paths)} images, and the prompt has {marks} {IMAGE}")
+    return tuple(paths)
 
 
 def _text(raw: Mapping[str, Any], column: str, wanted: str) -> str:
@@ -271,6 +285,8 @@ class FileRows:
             problems.append(f"{key}.system: a system prompt needs template: chat")
         if settings.template == "raw" and self.efforts and self.efforts.by == "system_prompt":
             problems.append(f"{key}.template: raw has no system prompt to ask for an effort by; use template: chat")
+        if settings.template == "raw" and settings.images:
+            problems.append(f"{key}.images: a model reads images by its chat template; use template: chat")
         if problems:
             raise ConfigError(problems)
 
@@ -350,7 +366,17 @@ class FileRows:
         columns = {**row.columns, "domain": self.name}
         if effort is not None:
             columns["effort"] = effort
-        return Prompt(text, row, columns, messages, self._groups + position)
+        return Prompt(text, row, columns, messages, self._groups + position, self._paths(row))
+
+    def _paths(self, row: Row) -> Sequence[str]:
+        """Absolute ones. Raises ConfigError for an image that is not there."""
+        paths = [(self._folder / image).absolute() for image in row.images]
+        if absent := [path for path in paths if not path.is_file()]:
+            raise ConfigError(
+                f"tasks.{self.name}: row {row.number}: no image {absent[0]}",
+                hint="paths of images are relative to the workspace",
+            )
+        return [str(path) for path in paths]
 
     def _wording(self, effort: str) -> str:
         levels = self.efforts.levels if self.efforts else {}

@@ -17,7 +17,7 @@ from typing import Any
 
 from opdctl.backends.verl.layout import BOOTSTRAP
 from opdctl.errors import OpdctlError, StageFailed
-from opdctl.settings import AnyTask, ChainTask, EffortSettings, FileTask
+from opdctl.settings import TASKS, AnyTask, EffortSettings, FileTask
 from opdctl.tasks import Prompt, Verdict, load_verifier
 
 LIMIT_S = 300.0  # wall time for one verdict: far beyond the limits of the built-in verifiers
@@ -167,8 +167,7 @@ class _Judged:
     """One task; its verifier is looked for when first asked for."""
 
     def __init__(self, name: str, settings: Mapping[str, Any], efforts: EffortSettings | None) -> None:
-        kind = ChainTask if settings["task"] == "chain" else FileTask
-        self.name, self.settings, self.efforts = name, kind.model_validate(settings), efforts
+        self.name, self.settings, self.efforts = name, TASKS[settings["task"]].model_validate(settings), efforts
         self._verify: Verify | None = None
 
     def answer(self, prompt: str, completion: str) -> dict[str, Any]:

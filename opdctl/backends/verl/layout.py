@@ -7,12 +7,18 @@ from opdctl.backends.contract import StageSpec
 
 BOOTSTRAP = Path(__file__).with_name("bootstrap")  # on PYTHONPATH of everything that verl starts
 ROUTE = "route"  # column of the OPD data that names the row's teacher
+IMAGES = "images"  # column of paths, in data of vision-language tasks
 SETTINGS_VARIABLE = "OPDCTL_VERL_SETTINGS"  # names Layout.settings to the plug-in
 
 
 def teacher_key(number: int) -> str:
     """Value of the column ROUTE for the stage's teacher `number`."""
     return f"t{number}"
+
+
+def has_images(spec: StageSpec) -> bool:
+    """Then verl renders every prompt by the model's own template, and reads the images beside it."""
+    return any(task.get("images") for task in spec.tasks.values())
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from opdctl.backends.contract import InputSpec, StageSpec
-from opdctl.backends.verl.layout import layout
+from opdctl.backends.verl.layout import has_images, layout
 from opdctl.backends.verl.overrides import Overrides
 from opdctl.backends.verl.templates import VERBATIM
 from opdctl.settings import Optimizer, Resources, Train
@@ -32,7 +32,8 @@ def model(overrides: Overrides, spec: StageSpec, at: str, given: InputSpec) -> N
     """`at`: verl's prefix, as `model`."""
     cpu = on_cpu(spec)
     overrides.own(f"inputs.{given.role}", {f"{at}.path": model_path(spec, given), f"{at}.tokenizer_path": None})
-    overrides.own("tasks.*.template", {f"{at}.custom_chat_template": VERBATIM})
+    template = None if has_images(spec) else VERBATIM
+    overrides.own("tasks.*.template", {f"{at}.custom_chat_template": template})
     overrides.own("workers.verl.device", {f"{at}.use_remove_padding": not cpu})  # needs flash attention
     overrides.choose(
         {

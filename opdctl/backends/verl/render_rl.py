@@ -5,7 +5,7 @@ from typing import Any
 
 from opdctl.backends.contract import InputSpec, StageSpec
 from opdctl.backends.verl import render_engine
-from opdctl.backends.verl.layout import layout
+from opdctl.backends.verl.layout import IMAGES, layout
 from opdctl.backends.verl.overrides import Overrides
 from opdctl.backends.verl.render_engine import on_cpu, verl_seed
 from opdctl.settings import ClippedSurrogate, Kl, OpdSettings, Resources, RlvrSettings
@@ -130,6 +130,7 @@ def _data(overrides: Overrides, spec: StageSpec, settings: RlvrSettings | OpdSet
             "data.prompt_key": "prompt",
             "data.reward_fn_key": "data_source",
             "data.return_raw_chat": True,
+            "data.image_key": IMAGES,
             "data.shuffle": False,  # dealt by opdctl, in order
             "data.validation_shuffle": False,
             "data.seed": verl_seed(spec),
