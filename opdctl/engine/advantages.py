@@ -3,6 +3,7 @@
 Shapes: P prompts, G completions of each prompt (its group).
 """
 
+import torch
 from torch import Tensor
 
 from opdctl.errors import OpdctlError
@@ -14,7 +15,9 @@ def group_advantages(rewards_PG: Tensor, how: Baseline, *, eps: float = 1e-6) ->
 
     - `mean`: r - mean (Dr. GRPO, arXiv 2503.20783);
     - `mean_std`: (r - mean) / (std + eps), std with G - 1 in the divisor (GRPO, arXiv 2402.03300; `eps` as in verl);
-    - `leave_one_out`: r - mean of the other G - 1 (RLOO, arXiv 2402.14740).
+    - `leave_one_out`: r - mean of the other G - 1 (RLOO, arXiv 2402.14740);
+    - `leave_one_out_std`: the same / (std of the others + eps), with G - 1 in the divisor; undivided where the others
+      are all equal (Nemotron 3 Ultra, arXiv 2606.15007, as NeMo-RL computes it).
     """
     size = rewards_PG.shape[1]
     if size < 2:
@@ -28,7 +31,18 @@ def group_advantages(rewards_PG: Tensor, how: Baseline, *, eps: float = 1e-6) ->
         return centred_PG
     if how == "leave_one_out":
         return centred_PG * (size / (size - 1))
+    if how == "leave_one_out_std":
+        return centred_PG * (size / (size - 1)) / _std_of_others(rewards_PG, eps)
     return centred_PG / (rewards_PG.std(1, keepdim=True) + eps)
+
+
+def _std_of_others(rewards_PG: Tensor, eps: float) -> Tensor:
+    """Of each completion what its advantage is divided by, H being the G - 1 others of the group."""
+    size = rewards_PG.shape[1]
+    others_GH = torch.tensor([[j for j in range(size) if j != i] for i in range(size)], device=rewards_PG.device)
+    others_PGH = rewards_PG[:, others_GH]
+    equal_PG = (others_PGH == others_PGH[..., :1]).all(-1)
+    return (others_PGH.std(-1, correction=0) + eps).masked_fill(equal_PG, 1.0)
 
 
 def tied_groups(rewards_PG: Tensor) -> Tensor:

@@ -77,7 +77,7 @@ class Dis(Settings):
 
 
 class Opsm(Settings):
-    """DeepSeek-V3.2: a sequence with A < 0 whose mean log(pi_old / pi_theta) is above delta counts nothing."""
+    """DeepSeek-V3.2: a sequence with A < 0 whose mean log(pi_infer / pi_theta) is above delta counts nothing."""
 
     rule: Literal["opsm"]
     delta: Positive
