@@ -1,4 +1,5 @@
-"""Distillation losses of `opdctl.engine` inside verl 0.9.1: `opdctl_policy_gradient`, `opdctl_reverse_kl_topk`.
+"""Distillation losses of `opdctl.engine` inside verl 0.9.1: `opdctl_policy_gradient`, `opdctl_reverse_kl_topk`,
+`opdctl_overlap`.
 
 verl's `distillation_loss` (verl/trainer/distillation/losses.py) clamps what a loss function returns by
 `loss_max_clamp`, makes advantages of it if `use_policy_gradient`, adds a second policy loss if `use_task_rewards`, and
@@ -25,13 +26,16 @@ from verl.workers.config import ActorConfig, DistillationConfig
 from verl.workers.utils.padding import no_padding_2_padding
 
 from opdctl.backends.verl.layout import ROUTE
+from opdctl.backends.verl.plugin.policy_losses import token_losses
 from opdctl.backends.verl.plugin.told import fail, told
-from opdctl.engine.losses import clipped_policy_loss, opd_advantage
-from opdctl.engine.vocab import CHUNK_BYTES, Rest, topk_chunk
+from opdctl.engine.chunks import CHUNK_BYTES
+from opdctl.engine.losses import opd_advantage
+from opdctl.engine.vocab import Rest, topk_chunk
 from opdctl.errors import OpdctlError
 
 POLICY_GRADIENT = "opdctl_policy_gradient"
 TOPK = "opdctl_reverse_kl_topk"
+OVERLAP = "opdctl_overlap"
 CANARY_TOKENS = 32  # of one teacher in a micro-batch, from which it is judged
 CANARY_SPREAD = 1e-3  # nats: log-probabilities closer together than this are those of no text
 CANARY_CERTAIN = -0.1  # nats: a teacher that is sure of every token gives equal ones as well
@@ -43,32 +47,34 @@ def register() -> None:
     """Make the losses known to verl. Once `verl.trainer.distillation.losses` is imported."""
     register_distillation_loss(DistillationLossSettings(names=[POLICY_GRADIENT], use_estimator=True))(policy_gradient)
     register_distillation_loss(DistillationLossSettings(names=[TOPK], use_topk=True))(reverse_kl_topk)
+    register_distillation_loss(DistillationLossSettings(names=[OVERLAP], use_topk=True))(overlap)
 
 
 def policy_gradient(
     config: ActorConfig, distillation_config: DistillationConfig, model_output: dict[str, Any], data: TensorDict
 ) -> _Loss:
-    """`clipped_policy_loss` with A = clip(log pi_T - log pi_theta, +-R_max) + alpha A_orm.
+    """`policy_loss` with the stage's surrogate and A = clip(log pi_T - log pi_theta, +-R_max) + alpha A_orm.
 
-    A_orm is verl's advantage of the outcome reward; alpha = 0 leaves it out. The ratio is clipped by verl's
-    `distillation_loss.clip_ratio_low` and `clip_ratio_high`.
+    A_orm is the advantage of the outcome reward that verl's estimator gives; alpha = 0 leaves it out.
     """
-    own, asked = distillation_config.distillation_loss, told()["opd"]
+    asked = told()["opd"]
     _check(config, distillation_config)
     policy_BR = no_padding_2_padding(model_output["log_probs"], data)
     teacher_BR = no_padding_2_padding(data["teacher_logprobs"], data).squeeze(-1)
     _watch_teachers(teacher_BR, data)
-    advantages_BR = opd_advantage(teacher_BR, policy_BR, asked["max_advantage"])
-    cut_BR = advantages_BR.abs() >= asked["max_advantage"]
+    bound = math.inf if asked["max_advantage"] is None else asked["max_advantage"]
+    advantages_BR = opd_advantage(teacher_BR, policy_BR, bound)
+    cut_BR = advantages_BR.abs() >= bound
     if asked["outcome_weight"]:
         advantages_BR = advantages_BR + asked["outcome_weight"] * _padded(data["advantages"])
-    loss_BR, clipped_BR = clipped_policy_loss(
-        policy_BR, _padded(data["old_log_probs"]), advantages_BR, low=own.clip_ratio_low, high=own.clip_ratio_high
-    )
+    old_BR, mask_BR = _padded(data["old_log_probs"]), _padded(data["response_mask"])
+    loss_BR, statistics = token_losses(policy_BR, old_BR, advantages_BR, mask_BR, asked["surrogate"], asked["mismatch"])
     metrics = {
         "reverse_kl": (policy_BR - teacher_BR).detach(),  # its estimate from the sampled token
         "clip_fraction": cut_BR.float(),
-        "ratio_clip_fraction": clipped_BR.float(),
+        "ratio_clip_fraction": torch.zeros_like(loss_BR).masked_scatter(
+            mask_BR.bool(), statistics["clip_fraction"].to(loss_BR.dtype)
+        ),
     }
     return loss_BR * _factors(data, loss_BR), _means(metrics, data)
 
@@ -87,6 +93,18 @@ def reverse_kl_topk(
     values = {name: no_padding_2_padding(value, data) for name, value in model_output.items() if name in _TOPK_OUTPUTS}
     loss_BR = values.pop("distillation_losses")
     return loss_BR * _factors(data, loss_BR), _means({"reverse_kl": loss_BR.detach(), **values}, data)
+
+
+def overlap(
+    config: ActorConfig, distillation_config: DistillationConfig, model_output: dict[str, Any], data: TensorDict
+) -> _Loss:
+    """-A log pi_theta(y_t) with the A of `engine.divergences.overlap_advantage`, made where the logits were."""
+    _check(config, distillation_config)
+    _watch_teachers(no_padding_2_padding(data["teacher_logprobs"], data).amax(-1), data)
+    values = {name: no_padding_2_padding(model_output[name], data) for name in _OVERLAP_OUTPUTS}
+    advantages_BR = values.pop("distillation_losses").detach()
+    loss_BR = -advantages_BR * no_padding_2_padding(model_output["log_probs"], data)
+    return loss_BR * _factors(data, loss_BR), _means({"reverse_kl": -advantages_BR, **values}, data)
 
 
 def _check(config: ActorConfig, distillation_config: DistillationConfig) -> None:
@@ -152,6 +170,7 @@ def _means(values_BR: dict[str, Tensor], data: TensorDict) -> dict[str, Metric]:
 # ------------------------------------------------------------------------------------------ where the logits are
 
 _TOPK_OUTPUTS = ("distillation_losses", "student_mass", "teacher_mass", "overlap")
+_OVERLAP_OUTPUTS = ("distillation_losses", "overlap")
 
 
 def take_over_topk(module: ModuleType) -> None:
@@ -167,7 +186,8 @@ def take_over_topk(module: ModuleType) -> None:
         config: DistillationConfig,
         data_format: str,
     ) -> dict[str, Tensor]:
-        compute = topk_of_logits if config.distillation_loss.loss_mode == TOPK else forward_kl
+        ours = {TOPK: topk_of_logits, OVERLAP: overlap_of_logits}
+        compute = ours.get(config.distillation_loss.loss_mode, forward_kl)
         return cast(
             dict[str, Tensor],
             compute(student_logits, teacher_topk_log_probs, teacher_topk_ids, config, data_format),
@@ -195,6 +215,33 @@ def topk_of_logits(
         student_logits[0], ids_1NK[0].long(), teacher_1NK[0], told()["opd"]["rest"]
     )
     return {name: value[None] for name, value in zip(_TOPK_OUTPUTS, values, strict=True)}
+
+
+@torch.no_grad()
+def overlap_of_logits(
+    student_logits: Tensor,
+    teacher_topk_log_probs: Tensor,
+    teacher_topk_ids: Tensor,
+    config: DistillationConfig,
+    data_format: str,
+) -> dict[str, Tensor]:
+    """Keye's advantage [1, N] of each token of the flattened sequences from logits [1, N, V], in the place of a loss,
+    and the share of the top-k that is in both."""
+    teacher_1NK, ids_1NK = teacher_topk_log_probs.values()[None], teacher_topk_ids.values()[None]
+    if get_ulysses_sequence_parallel_world_size() > 1:
+        teacher_1NK, ids_1NK = slice_input_tensor(teacher_1NK, dim=1), slice_input_tensor(ids_1NK, dim=1)
+    logits_NV, ids_NK, teacher_NK = student_logits[0], ids_1NK[0].long(), teacher_1NK[0]
+    advantages, shares = [], []
+    for rows in _chunks(logits_NV):
+        own = logits_NV[rows].float().log_softmax(-1).topk(ids_NK.shape[-1])
+        same_CKK = own.indices[:, :, None] == ids_NK[rows][:, None, :]
+        shared_CK = same_CKK.any(-1)
+        theirs_CK = (same_CKK * teacher_NK[rows][:, None, :]).sum(-1)
+        weights_CK = torch.nan_to_num(own.values.masked_fill(~shared_CK, -math.inf).softmax(-1))  # none shared: nan
+        advantages.append((weights_CK * (theirs_CK - own.values).masked_fill(~shared_CK, 0.0)).sum(-1))
+        shares.append(shared_CK.float().mean(-1))
+    outputs = (torch.cat(advantages), torch.cat(shares))
+    return {name: value[None] for name, value in zip(_OVERLAP_OUTPUTS, outputs, strict=True)}
 
 
 class _TopK(torch.autograd.Function):
