@@ -1,5 +1,6 @@
 """The embedded PyTorch engine, in the worker's own process: a CPU, or one CUDA GPU."""
 
+import time
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
@@ -14,6 +15,7 @@ KINDS = {
     "eval": "opdctl.engine.eval",
     "merge": "opdctl.engine.merge",
     "sample": "opdctl.engine.sample",
+    "select": "opdctl.engine.select",
 }
 
 
@@ -38,6 +40,7 @@ def command(spec: StageSpec) -> str:
 
 
 def run(spec: StageSpec, control: Control) -> StageResult:
-    """Carry the stage out, resuming from `spec.state`."""
+    """Carry the stage out, resuming from `spec.state`. What kinds without a step loop cost is that of this attempt."""
+    began = time.process_time()
     result: StageResult = import_module(KINDS[spec.kind]).run(spec, control)
-    return result
+    return StageResult(result.step, {"cpu_seconds": time.process_time() - began, **result.metrics})

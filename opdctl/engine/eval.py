@@ -219,7 +219,11 @@ def _report(
         label: {name: _describe(score, settings.confidence) for name, score in of.items()}
         for label, of in scores.items()
     }
-    metrics: Metrics = {}
+    counted = [score.counts for of in scores.values() for score in of.values()]
+    metrics: Metrics = {
+        "sampled_tokens": float(sum(counts.length_sum for counts in counted)),
+        "sampled_completions": float(sum(counts.n for counts in counted)),
+    }
     for label, of in scores.items():
         metrics |= {f"{label}/{name}": value for name, value in _means(of).items()}
         for name, score in of.items():

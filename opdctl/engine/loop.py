@@ -79,7 +79,8 @@ class Trainer:
         self.policy, self.tokenizer = policy, tokenizer
         self.optimizer = AdamW(dict(policy.named_parameters()), train.optimizer)
         self.step = 0
-        self.position: dict[str, int] = {}  # data positions; saved and restored with the weights
+        self.position: dict[str, int] = {}  # data positions and what was spent; saved and restored with the weights
+        self._began = time.process_time()
         self._metrics: Metrics = {}
         self._recovery = Recovery(spec.state)
         if (saved := self._recovery.load()) is not None:
@@ -95,7 +96,9 @@ class Trainer:
             if self.step - before != updates:
                 raise AssertionError(f"iteration made {self.step - before} optimizer steps, not {updates}")
             if "tokens" in metrics:
-                metrics["tokens_per_s"] = metrics.pop("tokens") / (time.perf_counter() - began)
+                tokens = metrics.pop("tokens")
+                self.position["tokens"] = self.position.get("tokens", 0) + round(tokens)
+                metrics["tokens_per_s"] = tokens / (time.perf_counter() - began)
             self.control.emit(self.step, self.train.max_steps, metrics)
             stop = self.control.stop_requested() and self.step < self.train.max_steps
             if stop or self.step - saved_at >= self.train.save_every or self.step == self.train.max_steps:
@@ -104,7 +107,18 @@ class Trainer:
             if stop:
                 raise Stopped
         save_policy(self.policy, self.tokenizer, Path(self.spec.output), dtype=DTYPES[self.train.precision])
-        return StageResult(step=self.step, metrics=metrics)
+        return StageResult(step=self.step, metrics={**metrics, **self._cost()})
+
+    def _cost(self) -> Metrics:
+        """What the steps up to here took, in all attempts; what a kill undid counts once."""
+        cost = {"cpu_seconds": self._cpu_ms() / 1000}
+        if "rows" in self.position:  # a stage that asks a model: SFT draws no prompts
+            cost["sampled_tokens"] = float(self.position.get("tokens", 0))
+            cost["sampled_completions"] = float(self.position["rows"] * self.spec.config["rollout"]["group_size"])
+        return cost
+
+    def _cpu_ms(self) -> int:
+        return self.position.get("cpu_ms", 0) + round(1000 * (time.process_time() - self._began))
 
     def update(self, losses: Iterable[tuple[Tensor, TokenBatch]]) -> Metrics:
         """One optimizer step on the sum of micro-batch losses; each is back-propagated before the next is asked for.
@@ -144,7 +158,8 @@ class Trainer:
     def _save(self, metrics: Metrics) -> None:
         weights = {f"policy.{name}": value.detach() for name, value in self.policy.named_parameters()}
         moments = {f"optimizer.{name}": value for name, value in self.optimizer.state_tensors().items()}
-        self._recovery.save(Save(self.step, self.position, metrics, {**weights, **moments}))
+        position = {**self.position, "cpu_ms": self._cpu_ms()}
+        self._recovery.save(Save(self.step, position, metrics, {**weights, **moments}))
 
     def _restore(self, saved: Save) -> None:
         self.step, self.position, self._metrics = saved.step, dict(saved.position), dict(saved.metrics)

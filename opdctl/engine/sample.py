@@ -200,7 +200,7 @@ def _publish(
             f"no answer was kept: of {whole.tries} tries {whole.truncated} were cut short and {whole.correct} correct",
             hint="raise group_size or max_completion_tokens, or ask a better model",
         )
-    metrics = whole.rates()
+    metrics = whole.rates() | {"sampled_tokens": float(whole.length_sum), "sampled_completions": float(whole.tries)}
     for name, tally in tallies.items():
         metrics |= {f"{name}/{key}": value for key, value in tally.rates().items()}
     report: dict[str, Any] = {
