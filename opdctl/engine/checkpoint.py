@@ -5,10 +5,11 @@ import shutil
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, Qwen3Config
 
 from opdctl.engine.policy import Policy
-from opdctl.engine.qwen3 import Qwen3Policy, exact_for
+from opdctl.engine.qwen3 import Qwen3Policy, exact_for, rotary_table
 from opdctl.engine.tokenizer import Tokenizer as Tokenizer
 from opdctl.engine.tokenizer import encode as encode
 from opdctl.engine.tokenizer import encode_batch as encode_batch
@@ -83,20 +84,44 @@ def load_policy(path: str | Path, *, device: torch.device | str = "cpu", dtype: 
         from opdctl.engine.causal_lm import CausalLMPolicy, load_network
 
         return CausalLMPolicy(load_network(folder, config, dtype).to(device), eos_ids, pad_id)
-    tensors = read_weights(folder)
-    tied = tensors.pop(TIED, None) if config.tie_word_embeddings else None
+    policy = Qwen3Policy(config, eos_ids, pad_id)
+    policy.load_state_dict(_checked_weights(folder, policy))
+    return policy.to(device=device, dtype=dtype)
+
+
+def map_policy(path: str | Path, *, like: Policy, dtype: torch.dtype, check: bool = True) -> Policy:
+    """The same on the CPU for a model that is read often and not for long: the weights are the file's own pages, where
+    its dtype is `dtype`. The special ids are those of `like`, a model of equal vocabulary.
+
+    Raises as `load_policy` does; without `check`, for a folder that it has loaded before, values are not looked at.
+    """
+    folder = Path(path)
+    config = load_config(folder)
+    if not exact_for(config):
+        from opdctl.engine.causal_lm import CausalLMPolicy, load_network
+
+        return CausalLMPolicy(load_network(folder, config, dtype), like.eos_ids, like.pad_id)
     with torch.device("meta"):
-        wanted = dict(Qwen3Policy(config, eos_ids, pad_id).named_parameters())
-    check_names(tensors, wanted, folder)
+        policy = Qwen3Policy(config, like.eos_ids, like.pad_id)
+    policy.load_state_dict(_checked_weights(folder, policy, values=check), assign=True)
+    policy.turns = rotary_table(config)
+    return policy.to(dtype=dtype)
+
+
+def _checked_weights(folder: Path, policy: Qwen3Policy, *, values: bool = True) -> dict[str, Tensor]:
+    """All tensors that the policy has, and no others. Raises OpdctlError for what does not fit or is not finite."""
+    tensors, config = read_weights(folder), policy.config
+    tied = tensors.pop(TIED, None) if config.tie_word_embeddings else None
+    check_names(tensors, dict(policy.named_parameters()), folder)
+    if not values:
+        return tensors
     check_finite(tensors, folder)
     if tied is not None and not torch.equal(tied, tensors["model.embed_tokens.weight"]):
         raise OpdctlError(
             f"{folder}: config.json ties {TIED} to the embeddings, but the weights hold both and they differ",
             hint="set tie_word_embeddings to false in config.json, if the weights are right",
         )
-    policy = Qwen3Policy(config, eos_ids, pad_id)
-    policy.load_state_dict(tensors)
-    return policy.to(device=device, dtype=dtype)
+    return tensors
 
 
 def load_vocabulary(path: str | Path) -> tuple[Tokenizer, tuple[int, ...], int]:

@@ -196,9 +196,7 @@ class Qwen3Policy(Policy):
         if not config.tie_word_embeddings:
             self.lm_head = _Weight(config.vocab_size, config.hidden_size)
         self.layers = [layer for layer in self.model.layers if isinstance(layer, _Layer)]
-        half = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-        angles = torch.outer(torch.arange(config.max_position_embeddings).float(), 1.0 / rope_theta(config) ** half)
-        self.register_buffer("turns", torch.stack([angles.cos(), angles.sin()], -1), persistent=False)
+        self.register_buffer("turns", rotary_table(config), persistent=False)
 
     def head(self) -> Tensor:
         return self.model.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
@@ -300,6 +298,13 @@ class Qwen3Policy(Policy):
     def _bias(self, mask: Tensor) -> Tensor:
         """0 where `mask` is true, -inf elsewhere, in the dtype of the weights."""
         return torch.zeros_like(mask, dtype=self.head().dtype).masked_fill_(~mask, float("-inf"))
+
+
+def rotary_table(config: Qwen3Config) -> Tensor:
+    """Cosine and sine of every position and frequency: [positions, h/2, 2]."""
+    half = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    angles = torch.outer(torch.arange(config.max_position_embeddings).float(), 1.0 / rope_theta(config) ** half)
+    return torch.stack([angles.cos(), angles.sin()], -1)
 
 
 def rope_theta(config: Qwen3Config) -> float:

@@ -5,13 +5,15 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import zip_longest
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from transformers import AutoConfig
 
 from opdctl.backends.contract import InputSpec
-from opdctl.engine.policy import Policy
 from opdctl.engine.tokenizer import Tokenizer, load_tokenizer
 from opdctl.errors import StageRefused
+
+Held = TypeVar("Held")
 
 
 def check_vocabularies(policy: Tokenizer, width: int, others: Sequence[InputSpec]) -> None:
@@ -92,27 +94,33 @@ class Router:
         return number
 
 
-class TeacherPool:
-    """Teachers by number; at most `resident` in memory, the one asked for next loaded meanwhile.
+def distinct(teachers: Sequence[InputSpec]) -> list[int]:
+    """For each teacher the number of the first one with its checkpoint: labels and weights differ, the model is one."""
+    first: dict[str, int] = {}
+    return [first.setdefault(str(teacher.path), number) for number, teacher in enumerate(teachers)]
+
+
+class TeacherPool(Generic[Held]):
+    """Teachers, or parts of them, by number; at most `resident` in memory, the one asked for next loaded meanwhile.
 
     `load` is called in another thread for a prefetch; it must return the same weights whenever it is called.
     """
 
-    def __init__(self, load: Callable[[int], Policy], *, resident: int) -> None:
+    def __init__(self, load: Callable[[int], Held], *, resident: int) -> None:
         self._load, self._resident = load, max(1, resident)
-        self._held: OrderedDict[int, Policy] = OrderedDict()
-        self._coming: dict[int, Future[Policy]] = {}
+        self._held: OrderedDict[int, Held] = OrderedDict()
+        self._coming: dict[int, Future[Held]] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="teacher")
         self.loads = 0
 
-    def get(self, number: int, *, then: int | None = None) -> Policy:
-        """Teacher `number`; `then` is the one wanted after it."""
+    def get(self, number: int, *, then: int | None = None) -> Held:
+        """What `load` gives for teacher `number`; `then` is the one wanted after it."""
         if number not in self._held:
             coming = self._coming.pop(number, None)
             self._make_room(keep=number)
             self._held[number] = coming.result() if coming else self._fetch(number)
         self._held.move_to_end(number)
-        # with one place the next teacher must wait: two would be in memory
+        # with one place the next one must wait: two would be in memory
         if then is not None and self._resident > 1 and then not in self._held and then not in self._coming:
             self._make_room(keep=number)
             self._coming[then] = self._thread.submit(self._fetch, then)
@@ -121,11 +129,11 @@ class TeacherPool:
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _fetch(self, number: int) -> Policy:
+    def _fetch(self, number: int) -> Held:
         self.loads += 1
         return self._load(number)
 
     def _make_room(self, *, keep: int) -> None:
-        """Drop the longest unused teachers but `keep` until one more fits."""
+        """Drop the longest unused but `keep` until one more fits."""
         while len(self._held) + len(self._coming) >= self._resident and self._held.keys() - {keep}:
             del self._held[next(number for number in self._held if number != keep)]

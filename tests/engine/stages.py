@@ -46,7 +46,8 @@ def train(max_steps: int, batch: int, **more: Any) -> dict[str, Any]:
 def spec_of(folder: Path, kind: str, config: dict[str, Any], inputs: list[InputSpec], **more: Any) -> StageSpec:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "out").mkdir(exist_ok=True)
-    resources = {"cpus": 1, "micro_batch_tokens": 16_384, "resident_teachers": 2} | more.pop("resources", {})
+    resources = {"cpus": 1, "micro_batch_tokens": 16_384, "resident_teachers": 2, "teacher_states": "direct"}
+    resources |= more.pop("resources", {})
     spec = StageSpec(
         stage=folder.name,
         kind=kind,
