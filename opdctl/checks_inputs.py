@@ -20,6 +20,7 @@ from opdctl.settings import (
 )
 from opdctl.settings.merge import WITHOUT_BASE, MergeSettings
 
+SCORED = ("models", "before", "teachers", "after")  # roles of an eval stage whose models are in its report
 STATIC_COLUMNS = ("domain", "effort")  # of every row; known before any row is read
 
 
@@ -74,6 +75,8 @@ def check_roles(settings: AnyStage, inputs: Sequence[Input]) -> Iterator[Problem
             (useless if isinstance(config.merge, WITHOUT_BASE) else required)["base"] = why
         case SampleSettings():
             required["model"] = ""
+        case SelectSettings():
+            required = {"report": "", "models": ""}
         case _:
             required["init"] = ""
     for role, why in required.items():
@@ -86,7 +89,7 @@ def check_roles(settings: AnyStage, inputs: Sequence[Input]) -> Iterator[Problem
 
 def check_labels(inputs: Sequence[Input]) -> Iterator[Problem]:
     """Models compared in one table, or routed to, need names of their own."""
-    listed = [given for given in inputs if given.role in ("models", "before", "teachers", "after")]
+    listed = [given for given in inputs if given.role in SCORED]
     seen: dict[str, str] = {}
     for given in listed:
         if given.label in seen:
@@ -95,8 +98,14 @@ def check_labels(inputs: Sequence[Input]) -> Iterator[Problem]:
         seen.setdefault(given.label, given.role)
 
 
-def check_sources(settings: AnyStage, inputs: Sequence[Input], stages: Mapping[str, AnyStage]) -> Iterator[Problem]:
-    """Do the stages that it reads publish what the role wants, a model or data? `stages`: those that are valid."""
+def check_sources(
+    settings: AnyStage,
+    inputs: Sequence[Input],
+    stages: Mapping[str, AnyStage],
+    read: Mapping[str, Sequence[Input]],
+) -> Iterator[Problem]:
+    """Do the stages that it reads publish what the role wants: a model, data or a report? `stages`: those that are
+    valid; `read`: what each stage reads."""
     sampled: list[Mixture] = []
     for given in inputs:
         source = stages.get(given.target) if given.kind == "stage" else None
@@ -106,10 +115,42 @@ def check_sources(settings: AnyStage, inputs: Sequence[Input], stages: Mapping[s
             sampled.append(source.config.data)
         elif given.role == "data" and source is not None:
             yield "inputs.data", f"'{given.target}' is of kind {source.kind}; kind sample publishes data"
+        elif given.role == "report":
+            if isinstance(settings.config, SelectSettings):
+                yield from _selection(settings.config, inputs, given, source, read.get(given.target, ()))
         elif source is not None and source.kind in ("eval", "sample"):
             yield f"inputs.{given.role}", f"'{given.target}' is of kind {source.kind}, which publishes no model"
     if sampled and isinstance(settings.config, SftSettings):
         yield from _sampled(settings.config.data, sampled)
+
+
+def _selection(
+    config: SelectSettings, inputs: Sequence[Input], report: Input, source: AnyStage | None, scored: Sequence[Input]
+) -> Iterator[Problem]:
+    """Will the report hold the metric, the cells and the candidates?"""
+    if report.kind != "stage":
+        yield "inputs.report", f"'{report.ref}' is no stage: the report of an eval stage is read"
+    if not isinstance(source, EvalStage):
+        if source is not None:
+            yield "inputs.report", f"'{report.target}' is of kind {source.kind}; kind eval publishes a report"
+        return
+    data = source.config.data
+    cells = [f"{task}.{effort}" if effort else task for task in data.tasks for effort in data.efforts or [""]]
+    for cell in config.cells:
+        if cell not in cells:
+            yield "config.cells", f"'{report.target}' has no cell '{cell}'" + near_miss(cell, cells, "cells")
+    if config.metric == "within_budget" and source.config.within is None:
+        yield "config.metric", f"within_budget, and '{report.target}' counts none: its config.within is not set"
+    known = {given.ref for given in scored if given.role in SCORED}
+    for given in inputs:
+        if given.role != "models":
+            continue
+        if given.ref not in known:
+            refs = [other.ref for other in scored if other.role in SCORED]
+            told = near_miss(given.ref, refs, "scored")
+            yield "inputs.models", f"'{report.target}' does not score '{given.ref}'" + told
+        if given.kind == "model":
+            yield "inputs.models", "'model:' is made anew wherever it is read, so there is nothing to publish"
 
 
 def _sampled(wanted: Mixture, given: Sequence[Mixture]) -> Iterator[Problem]:

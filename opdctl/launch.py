@@ -72,8 +72,17 @@ class Launcher:
             verl=dict(settings.verl),
             devices=list(devices),
             inputs=[
-                InputSpec(given.role, given.label, self._folder(given), dict(given.route), given.weight)
-                for given in item.stage.inputs
+                InputSpec(
+                    given.role,
+                    given.label,
+                    self._folder(given),
+                    dict(given.route),
+                    given.weight,
+                    parent.record_id or (given.ref if given.kind != "stage" else ""),
+                )
+                for given, parent in zip(
+                    item.stage.inputs, self.parents(item) if attempt else item.parents, strict=True
+                )
             ],
             workspace=str(self._pipeline.folder),
             new_model=model.model_dump(mode="json") if isinstance(model, NewModel) else None,

@@ -4,10 +4,10 @@ A record names its parents by the ids of their records, so a checkpoint that was
 was when it was read.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from opdctl.records import Parent, Record
+from opdctl.records import SELECTION, Parent, Record, read_json
 from opdctl.store import StageDir, Workspace
 
 
@@ -31,7 +31,7 @@ class Node:
     created: str = ""
     path: str = ""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    note: str = ""  # what is odd about it
+    note: str = ""  # what is odd about it; what a selection chose
     parents: Sequence[Edge] = ()
 
 
@@ -72,7 +72,7 @@ def _node(stage: StageDir, record: Record) -> Node:
         created=record.created,
         path=str(stage.checkpoint),
         metrics=record.metrics,
-        note="replaced since" if _replaced(stage, record) else "",
+        note=", ".join(_notes(stage, record)),
         parents=[Edge(parent.role, _key(parent), parent.label) for parent in record.parents],
     )
 
@@ -83,6 +83,13 @@ def _outside(parent: Parent) -> Node:
     return Node(
         parent.record_id, parent.ref.removeprefix("stage:"), note=f"record {parent.record_id} is gone or damaged"
     )
+
+
+def _notes(stage: StageDir, record: Record) -> Iterator[str]:
+    if selection := read_json(stage.checkpoint / SELECTION, "winner"):
+        yield f"is {selection['winner']}"
+    if _replaced(stage, record):
+        yield "replaced since"
 
 
 def _replaced(stage: StageDir, record: Record) -> bool:

@@ -272,6 +272,7 @@ def _connect(drafts: Sequence[_Draft], addresses: Addresses, settings: PipelineS
     resolver = Resolver(settings.model, addresses, labels, frozenset(found.unknown))
     invalid = {draft.name for draft in drafts if draft.settings is None}
     sources = {draft.name: draft.settings for draft in drafts if draft.settings is not None}
+    resolved: list[_Draft] = []
     for draft in drafts:
         if draft.settings is None:
             continue
@@ -279,8 +280,12 @@ def _connect(drafts: Sequence[_Draft], addresses: Addresses, settings: PipelineS
         draft.inputs, defects = resolver.resolve(draft.settings.kind, draft.settings.inputs, columns)
         found.add_all(draft, defects)
         if not defects and not found.unknown and not invalid & {given.target for given in draft.inputs}:
-            found.add_all(draft, check_stage(draft.settings, draft.inputs, settings))
-            found.add_all(draft, check_sources(draft.settings, draft.inputs, sources))
+            resolved.append(draft)
+    read = {draft.name: draft.inputs for draft in resolved}
+    for draft in resolved:
+        assert draft.settings is not None
+        found.add_all(draft, check_stage(draft.settings, draft.inputs, settings))
+        found.add_all(draft, check_sources(draft.settings, draft.inputs, sources, read))
     graph = {draft.name: {given.target for given in draft.inputs if given.kind == "stage"} for draft in drafts}
     for name in [name for name, reads in graph.items() if name in reads]:
         found.add(f"stages.{name}.inputs: the stage reads itself")

@@ -194,7 +194,7 @@ class _Planner:
         step = directory.state_step()
         at = f"at step {step}" if step is not None else "in part"
         differences = list(changes(before, draft.identity))
-        if differences and draft.stage.settings.kind in ("eval", "merge"):
+        if differences and draft.stage.settings.kind in ("eval", "merge", "select"):
             return None  # what is dropped are a few scores, or nothing
         if differences and not _only_longer(draft, differences, step):
             told = "; ".join(_told(differences)) or "those of a stage that it reads"
@@ -270,7 +270,7 @@ def _total_steps(stage: Stage) -> int:
         return config.train.max_steps
     if isinstance(config, SampleSettings):
         return config.rollout.prompts * len(config.data.tasks) * max(1, len(config.data.efforts))
-    return sum(given.role != "budget" for given in stage.inputs)
+    return sum(given.role not in ("budget", "grader", "report") for given in stage.inputs)
 
 
 def _formula(stage: Stage) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 from opdctl.errors import OpdctlError
 
 RECORD = "record.json"
+SELECTION = "selection.json"  # that a select stage publishes beside the model it chose
 
 
 @dataclass(frozen=True)

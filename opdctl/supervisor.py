@@ -54,8 +54,14 @@ OWED = {  # kind -> what it has to publish
     "eval": ("report.json",),
     "merge": WEIGHTS,
     "sample": ("data.jsonl", "report.json"),
+    "select": (*WEIGHTS, "selection.json"),
 }
-STEPS = {"eval": "models scored", "merge": "models merged", "sample": "prompts"}  # kind -> what its steps are
+STEPS = {  # kind -> what its steps are
+    "eval": "models scored",
+    "merge": "models merged",
+    "sample": "prompts",
+    "select": "models compared",
+}
 
 
 class SharedFd:

@@ -1,4 +1,4 @@
-"""Bad merges, bad sampling and bad data for SFT, each by the key that the user wrote."""
+"""Bad merges, bad selections, bad sampling and bad data for SFT, each by the key that the user wrote."""
 
 import pytest
 from recipes import recipe, tree
@@ -148,3 +148,43 @@ def test_sft_takes_the_data_of_several_stages():
         | learn(["stage:drawn", "stage:second"], tasks=["math", "code"], efforts=[])
     )
     assert recipe(changes).stages["learnt"].upstream() == {"sft", "drawn", "second"}
+
+
+def selection(*models, report="stage:eval", **config):
+    return {
+        "stages.best": {
+            "kind": "select",
+            "backend": "embedded",
+            "inputs": {"report": report, "models": list(models) or ["stage:max[*]"]},
+            "config": {"metric": "accuracy", **config},
+        }
+    }
+
+
+SELECTIONS = [
+    (selection(report="stage:sft"), "inputs.report", "'sft' is of kind sft; kind eval publishes a report"),
+    (selection(report="path:reports"), "inputs.report", "'path:reports' is no stage"),
+    (selection(cells=["math.high"]), "config.cells", "'eval' has no cell 'math.high' (cells: math.max, code.max)"),
+    (selection(metric="within_budget"), "config.metric", "within_budget, and 'eval' counts none"),
+    (selection("stage:max[*]", "hf:org/model@1"), "inputs.models", "'eval' does not score 'hf:org/model@1'"),
+    (selection("stage:eval"), "inputs.models", "'eval' is of kind eval, which publishes no model"),
+    (selection("model:"), "inputs.models", "'model:' is made anew wherever it is read"),
+    (selection() | {"stages.best.inputs": {"models": ["stage:sft"]}}, "inputs.report", "required, and not set"),
+    (selection() | {"stages.best.backend": "vllm"}, "backend", "vllm generates only: kind select needs backend"),
+]
+
+
+@pytest.mark.parametrize(("changes", "key", "text"), SELECTIONS, ids=[f"{k}: {text}"[:60] for _, k, text in SELECTIONS])
+def test_a_bad_selection_is_told_by_its_key(changes, key, text):
+    told = problems(changes)
+    assert any(line.startswith(f"stages.best.{key}: {text}") for line in told), told
+
+
+def test_a_selection_may_stand_before_the_evaluation_and_be_read_as_a_model():
+    changes = selection("stage:max[*]", "stage:fuse", cells=["math.max"])
+    turned = tree(changes | {"stages.again": learn("stage:drawn")["stages.learnt"]})
+    turned["stages"]["again"]["inputs"] = {"init": "stage:best"}
+    turned["stages"] = dict(reversed(turned["stages"].items()))
+    stages = expand(turned).stages
+    assert stages["best"].upstream() == {"eval", "fuse", "max[domain=math]", "max[domain=code]"}
+    assert stages["again"].upstream() == {"best"}

@@ -1,4 +1,4 @@
-"""Merge and sample as stages of a pipeline, on the embedded engine: planned, run, reused, recorded."""
+"""Merge, sample and select as stages of a pipeline, on the embedded engine: planned, run, reused, recorded."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,8 @@ def sft(init, steps=12, seed=0, *, lr=1e-2, **inputs):
     return stage("sft", {"init": init, **inputs}, data=DATA, train=train) | {"seed": seed}
 
 
-def pipeline(folder, weights=(0.5, 0.5), keep="all"):
+def pipeline(folder, weights=(0.5, 0.5), keep="all", **choice):
+    choice = choice or {"metric": "accuracy", "cells": ["math.max"]}
     models = [{"ref": f"stage:{name}", "weight": weight} for name, weight in zip("ab", weights, strict=True)]
     stages = {
         "base": sft("model:", 30),
@@ -37,6 +38,8 @@ def pipeline(folder, weights=(0.5, 0.5), keep="all"):
         "drawn": stage("sample", {"model": "stage:merged"}, data=DATA, rollout=ROLLOUT, keep=keep, save_every=4),
         "student": sft("stage:base", 4, data="stage:drawn"),
         "eval": stage("eval", {"models": ["stage:merged", "stage:student"]}, data=DATA, rollout=ROLLOUT),
+        "best": stage("select", {"report": "stage:eval", "models": ["stage:merged", "stage:student"]}, **choice),
+        "further": sft("stage:best", 2),
     }
     tree = {
         "name": "toy",
@@ -78,6 +81,26 @@ def test_lineage_has_all_parents(run):
     assert {edge.role for edge in by_title["drawn"].parents} == {"model"}
 
 
+def test_the_selection_is_the_model_that_the_report_says_is_best(run):
+    report = json.loads((run.stage("eval").checkpoint / "report.json").read_text())
+    scores = {name: of["math.max"]["accuracy"]["value"] for name, of in report["models"].items()}
+    selection = json.loads((run.stage("best").checkpoint / "selection.json").read_text())
+    winner = max(scores, key=scores.get)
+    assert (selection["scores"], selection["winner"]) == (scores, winner)
+    assert selection["record"] == run.stage(winner).record().id
+    weights = [(run.stage(name).checkpoint / "model.safetensors").read_bytes() for name in ("best", winner)]
+    assert weights[0] == weights[1]
+    (node,) = [node for node in trace(run.workspace, [run.stage("further")]).values() if node.kind == "select"]
+    assert (node.note, node.step) == (f"is {winner}", 2)
+    assert {edge.role for edge in node.parents} == {"report", "models"}
+
+
+def test_another_metric_is_another_selection(run):
+    planned = make_plan(pipeline(run.workspace.path, metric="length_mean", best="lowest"), run)
+    again = [(item.stage.name, item.total_steps) for item in planned.stages if item.decision is Decision.RUN]
+    assert again == [("best", 2), ("further", 2)]
+
+
 def test_records_count_models_and_prompts(run):
     assert run.stage("merged").record().step == 2
     assert run.stage("drawn").record().step == 6 * 4
@@ -93,7 +116,7 @@ def test_a_second_plan_reuses_everything(run):
 def test_other_weights_are_another_merge_and_all_that_reads_it_runs_again(run):
     planned = make_plan(pipeline(run.workspace.path, weights=(0.25, 0.75)), run)
     again = [item.stage.name for item in planned.stages if item.decision is Decision.RUN]
-    assert again == ["merged", "drawn", "student", "eval"]
+    assert again == ["merged", "drawn", "student", "eval", "best", "further"]
 
 
 def test_another_save_interval_changes_nothing_that_was_sampled(run):
@@ -112,7 +135,7 @@ def test_the_plan_states_how_the_weights_are_made(run):
     assert "w = 0.5, 0.5; computed in float32, published in float32" in text
 
 
-def test_packaged_defaults_of_both_kinds_make_a_pipeline(tmp_path, monkeypatch):
+def test_packaged_defaults_of_the_kinds_make_a_pipeline(tmp_path, monkeypatch):
     from opdctl.config import load_pipeline
 
     monkeypatch.chdir(tmp_path)
@@ -120,6 +143,7 @@ def test_packaged_defaults_of_both_kinds_make_a_pipeline(tmp_path, monkeypatch):
     stages = load_pipeline("own.yaml", [], workspace=tmp_path).stages
     assert stages["merged"].settings.config.precision == "float32"
     assert stages["drawn"].settings.config.rollout.group_size == 4
+    assert stages["best"].settings.config.best == "highest"
 
 
 OWN = """
@@ -131,6 +155,8 @@ defaults:
   - /stage@stages.sft: sft
   - /stage@stages.merged: merge
   - /stage@stages.drawn: sample
+  - /stage@stages.eval: eval
+  - /stage@stages.best: select
   - _self_
 name: own
 stages:
@@ -143,4 +169,10 @@ stages:
   drawn:
     inputs: {model: "stage:merged"}
     config: {data: {tasks: [general]}, rollout: {prompts: 8, group_size: 4}}
+  eval:
+    inputs: {models: ["stage:sft", "stage:merged"]}
+    config: {data: {tasks: [general]}}
+  best:
+    inputs: {report: "stage:eval", models: ["stage:sft", "stage:merged"]}
+    config: {metric: accuracy}
 """

@@ -14,11 +14,12 @@ EXIT_STOPPED = 75  # EX_TEMPFAIL: the stage stopped because it was asked to; its
 class InputSpec:
     """A model that a stage reads."""
 
-    role: str  # init, reference, budget, student, teachers, before, after, models, base, model, data
+    role: str  # init, reference, budget, student, teachers, before, after, models, base, model, data, report, grader
     label: str  # how tables and messages call it: the producing stage's address, or the reference
     path: str  # a folder in Hugging Face format (role data: of a sample stage); empty: a new model, `new_model`
     route: Mapping[str, str] = field(default_factory=dict)
     weight: float = 1.0
+    source: str = ""  # record id of a stage's checkpoint, once it is there; reference of a model from outside
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Event:
 
 @dataclass(frozen=True)
 class StageResult:
-    step: int  # optimizer steps done in all; models scored (eval) or merged, prompts asked (sample)
+    step: int  # optimizer steps done in all; models scored (eval), merged or compared (select), prompts asked (sample)
     metrics: Mapping[str, float]  # final ones, for tables and the record
 
 

@@ -10,8 +10,10 @@ KEY_METRICS: Mapping[str, tuple[tuple[str, str], ...]] = {
     "eval": (("accuracy", "acc"), ("within_budget", "within"), ("length", "len")),
     "merge": (("models", "models"),),
     "sample": (("accepted", "accepted"), ("kept", "kept"), ("length", "len")),
+    "select": (("score", "score"),),
 }
-UNITS = {"eval": "models", "merge": "models", "sample": "prompts"}  # kind -> what its steps are called; else steps
+# kind -> what its steps are called; else steps
+UNITS = {"eval": "models", "merge": "models", "sample": "prompts", "select": "models"}
 THROUGHPUT = "tokens_per_s"
 
 

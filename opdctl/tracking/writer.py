@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from opdctl.backends.contract import Event
 from opdctl.backends.events import EventTail
-from opdctl.records import Parent
+from opdctl.records import SELECTION, Parent
 from opdctl.store import Attempt, StageDir
 from opdctl.tracking.journal import Ending, Entry, Published, curves
 from opdctl.tracking.names import LONGEST_TAG, cut, flatten_metrics, flatten_params, safe_name
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 MARKER = "step"  # logged with every event: its last value in MLflow is the end of what is there
 BATCH = 900  # metrics in one request; MLflow takes 1000 of all things together
 PARAMS = 100  # in one request, MLflow's limit
-REPORT = "report.json"
+REPORTS = ("report.json", SELECTION)
 
 # Only where the user has not said otherwise. A server that is down is tried again later, by us.
 ENVIRONMENT = {
@@ -238,9 +238,9 @@ class Writer:
         final = {k: v for k, v in flatten_metrics(published.metrics).numbers.items() if k not in run.data.metrics}
         self._send(curve, [Metric(key, value, _ms(ending.time), published.step) for key, value in final.items()])
         client.set_tag(run_id, "opdctl.record", published.record_id)
-        report = Path(published.folder) / REPORT
-        if report.exists():
-            client.log_artifact(run_id, str(report))
+        for report in (Path(published.folder) / name for name in REPORTS):
+            if report.exists():
+                client.log_artifact(run_id, str(report))
         if any(name.endswith(".safetensors") for name in published.digests):
             model = self._model(published.record_id) or self._create_model(run_id, entry, published)
             known = run.outputs.model_outputs if run.outputs else []
