@@ -1,9 +1,10 @@
 """RL with verifiable rewards: the GRPO family.
 
 One obvious place for each part: what a completion earns is `_Rewards`, what that makes of a token is
-`advantages.group_advantages`, what the policy follows is `losses.clipped_policy_loss`.
+`advantages.group_advantages`, what the policy follows is `losses.policy_loss`.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -16,17 +17,17 @@ from opdctl.engine.advantages import annealed_tau, group_advantages, over_budget
 from opdctl.engine.batch import Sequence, TokenBatch, collate, micro_batches
 from opdctl.engine.effort import BudgetEstimator
 from opdctl.engine.loop import Metrics, Trainer, completions_per_call, mean, open_frozen, open_policy, open_tasks, role
-from opdctl.engine.losses import aggregate, clipped_policy_loss, kl_penalty
+from opdctl.engine.losses import aggregate, kl_penalty, policy_loss
 from opdctl.engine.policy import Policy
 from opdctl.engine.rows import Mixer, Renderer, Row, judge, roll, stream_seed
 from opdctl.engine.sampling import Rollout, sample
 from opdctl.engine.teachers import check_vocabularies
 from opdctl.engine.vocab import token_logprobs
-from opdctl.settings import ClippedSurrogate, RlvrSettings
+from opdctl.settings import LogRatioClip, RlvrSettings
 
 
 def run(spec: StageSpec, control: Control) -> StageResult:
-    """Train `init` by GRPO with the settings' advantage, clip, aggregation, KL, and effort budget."""
+    """Train `init` with the settings' advantage, surrogate, mismatch rule, aggregation, KL, and effort budget."""
     settings = RlvrSettings.model_validate(spec.config)
     policy, tokenizer = open_policy(spec, role(spec, "init")[0], settings.train.precision)
     check_vocabularies(tokenizer, policy.vocab_size, [*role(spec, "reference"), *role(spec, "budget")])
@@ -38,8 +39,7 @@ def run(spec: StageSpec, control: Control) -> StageResult:
         experience, metrics = sampler.collect(step)
         parts = [trainer.update(_losses(experience, part, sampler)) for part in experience.split(updates, spec, step)]
         learning = {name: mean(part[name] for part in parts) for name in parts[0]}
-        fractions = {"clip_fraction": sampler.clip_fraction()}
-        return {**metrics, **learning, **fractions}
+        return {**metrics, **learning, **sampler.statistics()}
 
     return trainer.fit(iteration, updates=updates)
 
@@ -50,7 +50,8 @@ class Experience:
 
     sequences: list[Sequence]
     advantages: list[float]  # one a sequence, the same for all of its tokens
-    old_logprobs: list[Tensor]  # per sequence
+    old_logprobs: list[Tensor]  # per sequence, the trainer's
+    infer_logprobs: list[Tensor]  # per sequence, the sampler's
     in_loss: list[bool]  # masked sequences (overlong) count nowhere
     group_size: int
 
@@ -82,12 +83,14 @@ class _Sampler:
             self.budgets = BudgetEstimator(
                 partial(sample, cold_start), self.mixer, self.renderer, settings.effort.budget, settings.rollout
             )
-        self.clipped: list[Tensor] = []
+        self.noted: list[dict[str, Tensor]] = []
 
-    def clip_fraction(self) -> float:
-        """Share of the tokens whose ratio was clipped since last asked."""
-        clipped, self.clipped = self.clipped, []
-        return float(torch.cat(clipped).float().mean()) if clipped else 0.0
+    def statistics(self) -> Metrics:
+        """Means of `policy_loss`'s statistics over the tokens since last asked."""
+        noted, self.noted = self.noted, []
+        names = noted[0] if noted else {}
+        means = {name: float(torch.cat([part[name] for part in noted]).float().mean()) for name in names}
+        return {"clip_fraction": 0.0, **means}
 
     def collect(self, step: int) -> tuple[Experience, Metrics]:
         """One rollout batch; with dynamic sampling, groups with equal rewards are replaced by further prompts."""
@@ -118,15 +121,16 @@ class _Sampler:
         seed = stream_seed(self.spec.seed, "rlvr-sample")
         prompts, rollout = roll(self.generate, self.renderer, rows, options, seed=seed, group_size=options.group_size)
         rewards_PG, metrics = self._rewards(rows, prompts, rollout, step)
-        advantages = group_advantages(rewards_PG, self.settings.advantage).flatten().tolist()
+        bound = self.settings.max_advantage or math.inf
+        advantages = group_advantages(rewards_PG, self.settings.advantage).clamp(-bound, bound).flatten().tolist()
         equal = tied_groups(rewards_PG).tolist()
-        old = _per_sequence(rollout.sampling_logprobs_N, rollout.completions)
+        sampled = _per_sequence(rollout.sampling_logprobs_N, rollout.completions)
         size = options.group_size
         groups = [
             _Group(
                 [Sequence(tuple(prompts[p]), tuple(rollout.completions[i]), 1 + start + p) for i in members],
                 [advantages[i] for i in members],
-                [old[i] for i in members],
+                [sampled[i] for i in members],
                 [rollout.finished[i] for i in members],
                 bool(equal[p]),
             )
@@ -207,15 +211,16 @@ class _Sampler:
 
     def _experience(self, groups: list["_Group"]) -> Experience:
         sequences = [sequence for group in groups for sequence in group.sequences]
-        old = [logprobs for group in groups for logprobs in group.old_logprobs]
+        sampled = [logprobs for group in groups for logprobs in group.sampling_logprobs]
         options = self.settings.rollout
-        if options.top_p < 1 or options.top_k > 0:
-            # sampling_logprobs are those of the cut distribution; the ratio needs the policy's own
-            old = self.logprobs(self.policy, sequences)
+        # sampling_logprobs stand for the trainer's where nobody asks how far both are apart; those of a cut
+        # distribution never do
+        separate = self.settings.mismatch is not None or options.top_p < 1 or options.top_k > 0
+        old = self.logprobs(self.policy, sequences) if separate else sampled
         masked = self.settings.overlong.handling == "mask"
         in_loss = [done or not masked for group in groups for done in group.finished]
         advantages = [advantage for group in groups for advantage in group.advantages]
-        return Experience(sequences, advantages, old, in_loss, options.group_size)
+        return Experience(sequences, advantages, old, sampled, in_loss, options.group_size)
 
 
 @dataclass(frozen=True)
@@ -224,7 +229,7 @@ class _Group:
 
     sequences: list[Sequence]
     advantages: list[float]
-    old_logprobs: list[Tensor]
+    sampling_logprobs: list[Tensor]
     finished: list[bool]
     tied: bool
 
@@ -235,8 +240,9 @@ def _losses(experience: Experience, numbers: list[int], sampler: _Sampler) -> It
     counted = [i for i in numbers if experience.in_loss[i]]
     total = sum(len(experience.sequences[i].completion) for i in counted)
     kl_in_loss = sampler.reference is not None and settings.kl.placement == "loss"
-    # advantage 0 moves nothing: such sequences count in the means and are not computed, unless the KL needs them
-    live = [i for i in counted if kl_in_loss or experience.advantages[i] != 0.0]
+    # advantage 0 moves nothing: such sequences count in the means and are not computed, unless a penalty needs them
+    penalised = kl_in_loss or (isinstance(settings.surrogate, LogRatioClip) and settings.surrogate.square > 0)
+    live = [i for i in counted if penalised or experience.advantages[i] != 0.0]
     sequences = [experience.sequences[i] for i in live]
     for part in micro_batches(sequences, sampler.micro_batch_tokens):
         chosen = [live[i] for i in part]
@@ -245,11 +251,12 @@ def _losses(experience: Experience, numbers: list[int], sampler: _Sampler) -> It
             policy.hidden(batch), policy.head(), batch.targets_N, temperature=settings.rollout.temperature
         )
         old_N = torch.cat([experience.old_logprobs[i] for i in chosen]).to(policy_logprobs_N)
+        infer_N = torch.cat([experience.infer_logprobs[i] for i in chosen]).to(policy_logprobs_N)
         advantages_N = torch.tensor([experience.advantages[i] for i in chosen]).to(old_N)[batch.sequence_N]
-        assert isinstance(settings.surrogate, ClippedSurrogate)
-        low, high = settings.surrogate.low, settings.surrogate.high
-        loss_N, clipped_N = clipped_policy_loss(policy_logprobs_N, old_N, advantages_N, low=low, high=high)
-        sampler.clipped.append(clipped_N)
+        loss_N, noted = policy_loss(
+            settings.surrogate, settings.mismatch, policy_logprobs_N, old_N, infer_N, advantages_N, batch.sequence_N
+        )
+        sampler.noted.append(noted)
         if kl_in_loss and sampler.reference is not None:
             reference_N = torch.cat(sampler.logprobs(sampler.reference, [experience.sequences[i] for i in chosen]))
             loss_N = loss_N + settings.kl.coef * sampler.kl(policy_logprobs_N, reference_N)
