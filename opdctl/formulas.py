@@ -7,12 +7,22 @@ The computations are in `opdctl/engine/losses.py`, `vocab.py`, `advantages.py` a
 from collections.abc import Sequence
 
 from opdctl.settings import (
+    CispoSurrogate,
     ClippedSurrogate,
+    Dis,
     EffortBudget,
     FullVocabOpd,
+    IcePop,
+    LogRatioClip,
+    Mismatch,
     OpdSettings,
+    Opsm,
     PolicyGradientOpd,
+    Reinforce,
     RlvrSettings,
+    SequenceMask,
+    Surrogate,
+    Tis,
     TopKOpd,
 )
 from opdctl.settings.merge import (
@@ -30,6 +40,7 @@ _ADVANTAGE = {
     "mean": "r - mean(group)",
     "mean_std": "(r - mean(group)) / (std(group) + 1e-6)",
     "leave_one_out": "r - mean(others of the group)",
+    "leave_one_out_std": "(r - mean(others of the group)) / (std(others) + 1e-6)",
 }
 _AGGREGATION = {
     "sequence_mean": "mean over sequences of their token means",
@@ -44,14 +55,14 @@ _KL = {
 
 
 def describe_rlvr(settings: RlvrSettings) -> str:
-    """One or two lines of plain text."""
-    assert isinstance(settings.surrogate, ClippedSurrogate)
-    clip = f"clip(r, {1 - settings.surrogate.low:g}, {1 + settings.surrogate.high:g})"
+    """One to three lines of plain text."""
+    advantage = _ADVANTAGE[settings.advantage]
+    if settings.max_advantage is not None:
+        advantage = f"clip({advantage}, -{settings.max_advantage:g}, {settings.max_advantage:g})"
     aggregation = _AGGREGATION[settings.aggregation].format(max_tokens=settings.rollout.max_completion_tokens)
-    first = (
-        f"-min(r A, {clip} A), r = pi/pi_old, A = {_ADVANTAGE[settings.advantage]}, "
-        f"group of {settings.rollout.group_size}; {aggregation}"
-    )
+    policy = describe_policy(settings.surrogate, settings.mismatch)
+    joint = ", " if settings.mismatch is None else "\n"
+    first = f"{policy}{joint}A = {advantage}, group of {settings.rollout.group_size}; {aggregation}"
     extras = []
     if settings.kl.estimator != "none":
         sign, place = ("-", "reward") if settings.kl.placement == "reward" else ("+", "loss")
@@ -65,6 +76,46 @@ def describe_rlvr(settings: RlvrSettings) -> str:
     if settings.dynamic_sampling is not None:
         extras.append(f"tied groups replaced, up to {settings.dynamic_sampling.max_rounds} rollout batches")
     return "\n".join([first, *(["; ".join(extras)] if extras else [])])
+
+
+def describe_policy(surrogate: Surrogate, mismatch: Mismatch | None) -> str:
+    """The loss of a token of advantage A, and its symbols, in one line."""
+    ratio = "r = pi/pi_old"
+    match surrogate:
+        case ClippedSurrogate(low=low, high=high, dual=dual, level=level):
+            r = "s" if level == "sequence" else "r"
+            kept = f"min({r} A, clip({r}, {1 - low:g}, {1 + high:g}) A)"
+            formula = f"-{kept}" if dual is None else f"-max({kept}, {dual:g} A if A < 0)"
+            ratio = "s = exp(mean over the sequence of log(pi/pi_old))" if level == "sequence" else ratio
+        case CispoSurrogate(high=high):
+            formula = f"-sg(min(r, {1 + high:g})) A log pi"
+        case LogRatioClip(low=low, high=high, square=square):
+            formula = f"-exp(clip(log r, {low:g}, {high:g})) A + {square:g} (log r)^2"
+        case Reinforce():
+            formula, ratio = "-A log pi", ""
+    if mismatch is not None:
+        formula = f"w [{formula}]"
+    return ", ".join(part for part in (formula, ratio, _mismatch(mismatch)) if part)
+
+
+def _mismatch(rule: Mismatch | None) -> str:
+    k, q = "k = pi_old/pi_infer", "q = pi/pi_infer"
+    match rule:
+        case None:
+            return ""
+        case Tis(floor=floor, cap=cap):
+            return f"w = clip(k, {floor:g}, {cap:g}), {k}"
+        case IcePop(low=low, high=high, policy="old"):
+            return f"w = k if {low:g} <= k <= {high:g} else 0, {k}"
+        case IcePop(low=low, high=high):
+            return f"w = q if {low:g} <= q <= {high:g} else 0, {q}"
+        case Dis(low=low, high=high):
+            return f"w = q if {1 - low:g} < q < {1 + high:g} else 0, {q}"
+        case Opsm(delta=delta):
+            return f"w = 0 if A < 0 and mean over the sequence of log(pi_infer/pi) > {delta:g} else 1"
+        case SequenceMask(low=low, high=high):
+            mean = "exp(mean over the sequence of log k)"
+            return f"w = 1 if {low:g} <= {mean} <= {high:g} else 0, {k}"
 
 
 def describe_opd(settings: OpdSettings) -> str:
