@@ -16,6 +16,7 @@ from opdctl.backends.contract import Control, StageResult, StageSpec
 from opdctl.engine.advantages import annealed_tau, group_advantages, over_budget, soft_overlong_penalty, tied_groups
 from opdctl.engine.batch import Sequence, TokenBatch, collate, micro_batches
 from opdctl.engine.effort import BudgetEstimator
+from opdctl.engine.grader import GenerativeReward, open_grader
 from opdctl.engine.loop import Metrics, Trainer, completions_per_call, mean, open_frozen, open_policy, open_tasks, role
 from opdctl.engine.losses import aggregate, kl_penalty, policy_loss
 from opdctl.engine.policy import Policy
@@ -83,6 +84,9 @@ class _Sampler:
             self.budgets = BudgetEstimator(
                 partial(sample, cold_start), self.mixer, self.renderer, settings.effort.budget, settings.rollout
             )
+        self.grader: GenerativeReward | None = None
+        if settings.grader is not None:
+            self.grader = open_grader(spec, settings.grader, self.tasks, self.generate, self.renderer)
         self.noted: list[dict[str, Tensor]] = []
 
     def statistics(self) -> Metrics:
@@ -145,13 +149,19 @@ class _Sampler:
     ) -> tuple[Tensor, Metrics]:
         """What each completion earns, shape [P, G], and how the batch did."""
         settings, size = self.settings, self.settings.rollout.group_size
-        verdicts = judge(self.tasks, rows, self.renderer.texts(rollout.completions), size)
+        texts = self.renderer.texts(rollout.completions)
+        verdicts = judge(self.tasks, rows, texts, size)
         finished = torch.tensor(rollout.finished)
         lengths = torch.tensor([len(completion) for completion in rollout.completions])
         correct = torch.tensor([verdict.correct for verdict in verdicts]) & finished
-        rewards = torch.tensor([verdict.reward for verdict in verdicts], dtype=torch.float64)
-        rewards = rewards.where(finished, settings.unfinished_reward)
+        earned = [verdict.reward for verdict in verdicts]
         metrics: Metrics = {}
+        if self.grader is not None:
+            graded = self.grader.grade(rows, texts, size)
+            earned = [graded.rewards.get(i, reward) for i, reward in enumerate(earned)]
+            metrics |= graded.metrics(correct.tolist())
+        rewards = torch.tensor(earned, dtype=torch.float64)
+        rewards = rewards.where(finished, settings.unfinished_reward)
         if settings.overlong.handling == "soft_penalty":
             limit, buffer = settings.rollout.max_completion_tokens, settings.overlong.buffer_tokens
             rewards = rewards + torch.tensor([soft_overlong_penalty(n, limit, buffer) for n in lengths.tolist()])

@@ -57,7 +57,18 @@ from opdctl.settings.stage import (
     StageSettings,
     WeightedInput,
 )
-from opdctl.settings.task import TASKS, AnyTask, ChainTask, EffortSettings, FileTask, TaskSettings
+from opdctl.settings.task import (
+    TASKS,
+    AnyTask,
+    ChainTask,
+    EffortSettings,
+    FactsTask,
+    FileTask,
+    FuseTask,
+    GradeTask,
+    TaskSettings,
+    UndoTask,
+)
 from opdctl.settings.train import Budget, Mixture, Optimizer, Rollout, Train
 from opdctl.workers import Machine, Resources
 
@@ -80,12 +91,15 @@ __all__ = [
     "EvalBudget",
     "EvalSettings",
     "EvalStage",
+    "FactsTask",
     "FileTask",
     "FolderModel",
     "Foreach",
     "ForwardKlOpd",
     "FullVocabOpd",
+    "FuseTask",
     "Gate",
+    "GradeTask",
     "Grader",
     "IcePop",
     "InputValue",
@@ -132,6 +146,7 @@ __all__ = [
     "TopKOpd",
     "Tracking",
     "Train",
+    "UndoTask",
     "UpdateExtrapolation",
     "WeightedInput",
     "WordTokenizer",

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from opdctl.fields import Count, Fraction, Name, Settings
+from opdctl.fields import Count, Fraction, Name, Seed, Settings
 
 
 class ChainTask(Settings):
@@ -21,6 +21,42 @@ class ChainTask(Settings):
     obey: Fraction = 0.9  # demonstrations: chance that the answer's style is the effort asked for
 
 
+class GradeTask(Settings):
+    """Is this answer to a chain right? `yes` or `no` (`opdctl/tasks/grade.py`)."""
+
+    task: Literal["grade"]
+    chain: ChainTask  # the problems, and the sloppy writer whose answers are graded
+
+
+class FuseTask(Settings):
+    """One answer to a chain, made of several candidates (`opdctl/tasks/fuse.py`)."""
+
+    task: Literal["fuse"]
+    chain: ChainTask  # the problems, and the sloppy writer of the candidates
+    candidates: Annotated[int, Field(ge=2)] = 4
+
+
+class UndoTask(Settings):
+    """Generated chains of mixed length whose answer may take back what it wrote (`opdctl/tasks/undo.py`)."""
+
+    task: Literal["undo"]
+    domain: Literal["math", "code", "if"]
+    links: Annotated[list[Annotated[int, Field(ge=1, le=64)]], Field(min_length=1)] = [8, 12, 16]  # a problem has one
+    undos: Count = 8  # an answer with more is wrong
+    held_out: Fraction = 0.1  # share of all problems kept for evaluation, by content hash
+    slip: Fraction = 0.05  # demonstrations: chance that a state is wrong when first written
+    notice: Fraction = 0.5  # demonstrations: chance that a slip is undone, and the state written again
+    planted: bool = False  # prompts go on to the middle of an answer, right but for its last state
+
+
+class FactsTask(Settings):
+    """Facts to be known by heart (`opdctl/tasks/facts.py`)."""
+
+    task: Literal["facts"]
+    facts: Annotated[int, Field(ge=1, le=1000)] = 300
+    seed: Seed = 0  # which facts: other than the recipe's seed, so that all of its seeds learn the same
+
+
 class FileTask(Settings):
     """A user's own rows (`opdctl/tasks/files.py`)."""
 
@@ -33,6 +69,7 @@ class FileTask(Settings):
     system: str = ""  # system prompt for every row (chat template only)
     template: Literal["raw", "chat"] = "raw"  # chat: the tokenizer's chat template, which must exist
     columns: list[str] = []  # further columns that teachers may be routed by
+    images: str | None = None  # column with paths of images, one for each <image> in the prompt; template chat only
     held_out: Fraction = 0.1  # share of the rows kept for evaluation, by content hash
     eval_path: str | None = None  # a file of its own for evaluation; then nothing is held out of `path`
 
@@ -41,10 +78,23 @@ def _task_tag(value: Any) -> Any:
     return value.get("task", "file") if isinstance(value, dict) else value.task
 
 
-TASKS: Mapping[str, type[ChainTask] | type[FileTask]] = {"chain": ChainTask, "file": FileTask}
-AnyTask = ChainTask | FileTask
+AnyTask = ChainTask | UndoTask | GradeTask | FuseTask | FactsTask | FileTask
+TASKS: Mapping[str, type[AnyTask]] = {
+    "chain": ChainTask,
+    "undo": UndoTask,
+    "grade": GradeTask,
+    "fuse": FuseTask,
+    "facts": FactsTask,
+    "file": FileTask,
+}
 TaskSettings = Annotated[
-    Annotated[ChainTask, Tag("chain")] | Annotated[FileTask, Tag("file")], Discriminator(_task_tag)
+    Annotated[ChainTask, Tag("chain")]
+    | Annotated[UndoTask, Tag("undo")]
+    | Annotated[GradeTask, Tag("grade")]
+    | Annotated[FuseTask, Tag("fuse")]
+    | Annotated[FactsTask, Tag("facts")]
+    | Annotated[FileTask, Tag("file")],
+    Discriminator(_task_tag),
 ]
 
 

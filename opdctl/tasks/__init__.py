@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from opdctl.settings import AnyTask, ChainTask, EffortSettings, FileTask
+from opdctl.settings import AnyTask, ChainTask, EffortSettings, FactsTask, FileTask, FuseTask, GradeTask, UndoTask
 
 Split = Literal["train", "eval"]
 
@@ -24,6 +24,7 @@ class Prompt:
     columns: Mapping[str, str]
     messages: Sequence[Mapping[str, str]] = ()  # for template `chat`: what the tokenizer's template renders
     group: int = 0  # equal for rows that share a long prefix: they are batched side by side
+    images: Sequence[str] = ()  # absolute paths, one for each <image> in the messages
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,12 @@ def first_group(task: str) -> int:
     return (zlib.crc32(task.encode()) & 0x7FFFFFFF) << 32
 
 
+def in_effort(row: int, efforts: Sequence[str]) -> tuple[int, str]:
+    """Which row of which effort's own stream comes `row`-th, where the efforts (with repeats) take turns."""
+    turn, slot = divmod(row, len(efforts))
+    return turn * efforts.count(efforts[slot]) + efforts[:slot].count(efforts[slot]), efforts[slot]
+
+
 class Task(Protocol):
     def prompts(self, split: Split, seed: int, start: int, count: int, effort: str | None = None) -> list[Prompt]:
         """Rows start .. start+count-1 of the split's stream, asking for `effort`."""
@@ -66,19 +73,41 @@ class Task(Protocol):
         """Judge a completion, its end-of-sequence token removed."""
         ...
 
+    def reference(self, prompt: Prompt) -> str | None:
+        """A completion that must verify as correct; None where the task knows none."""
+        ...
+
 
 def load_task(name: str, settings: AnyTask, efforts: EffortSettings | None, workspace: Path | None = None) -> Task:
     """The task called `name`; its prompts carry the column domain=`name`.
 
     Relative paths and the user's own verifiers start at `workspace`, the current folder where absent.
     """
-    if isinstance(settings, ChainTask):
-        from opdctl.tasks.chain import ChainStream
+    match settings:
+        case ChainTask():
+            from opdctl.tasks.chain import ChainStream
 
-        return ChainStream(name, settings, efforts)
-    from opdctl.tasks.files import FileRows
+            return ChainStream(name, settings, efforts)
+        case UndoTask():
+            from opdctl.tasks.undo import UndoStream
 
-    return FileRows(name, settings, efforts, workspace)
+            return UndoStream(name, settings, efforts)
+        case GradeTask():
+            from opdctl.tasks.grade import GradeStream
+
+            return GradeStream(name, settings, efforts)
+        case FuseTask():
+            from opdctl.tasks.fuse import FuseStream
+
+            return FuseStream(name, settings, efforts)
+        case FactsTask():
+            from opdctl.tasks.facts import Facts
+
+            return Facts(name, settings)
+        case FileTask():
+            from opdctl.tasks.files import FileRows
+
+            return FileRows(name, settings, efforts, workspace)
 
 
 def load_verifier(

@@ -247,6 +247,20 @@ class ChainStream:
                 rows.append(Demonstration(prompt, " ".join([words[state] for state in written])))
         return rows
 
+    def attempts(
+        self, rng: np.random.Generator, prompts: Sequence[Prompt], count: int, effort: str | None
+    ) -> list[list[str]]:
+        """`count` answers of the sloppy writer to each of these prompts, every one as long as `effort` asks for."""
+        ops_GT = np.array([[self.ops.index(op) for op in ops] for _, ops in (prompt.answer for prompt in prompts)])
+        first_G = np.array([self.domain.states.index(prompt.answer[0]) for prompt in prompts])
+        states_GBT = self._write(rng, ops_GT, np.repeat(first_G[:, None], count, axis=1))
+        stride = self.strides[-1] if effort is None else self.settings.strides[effort]
+        words = self.domain.states
+        return [
+            [" ".join([words[state] for state in states_T]) for states_T in states_BT]
+            for states_BT in states_GBT[:, :, stride - 1 :: stride].tolist()
+        ]
+
     def _styles(self, rng: np.random.Generator, efforts: tuple[str, ...]) -> Array:
         """The stride at which each row is written, shape [G, B]."""
         if not efforts:

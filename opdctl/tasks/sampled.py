@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from opdctl.errors import StageRefused
-from opdctl.tasks import Demonstration, Prompt, Split, Task, Verdict, first_group
+from opdctl.tasks import Demonstration, Prompt, Split, Task, Verdict, first_group, in_effort
 
 DATA = "data.jsonl"
 
@@ -51,9 +51,7 @@ class SampledTask:
 
     def _demonstration(self, seed: int, at: int, efforts: Sequence[str]) -> Demonstration:
         if efforts:
-            turn, slot = divmod(at, len(efforts))
-            effort = efforts[slot]
-            at = turn * efforts.count(effort) + efforts[:slot].count(effort)
+            at, effort = in_effort(at, efforts)
             pool: Sequence[Sampled] = self._by_effort.get(effort, [])
         else:
             effort, pool = "", self._rows
@@ -81,6 +79,9 @@ class SampledTask:
 
     def verify(self, prompt: Prompt, completion: str) -> Verdict:
         return self._task.verify(prompt, completion)
+
+    def reference(self, prompt: Prompt) -> str | None:
+        return self._task.reference(prompt)
 
 
 def read_sampled(folders: Sequence[str], tasks: Mapping[str, Task]) -> dict[str, Task]:

@@ -1,0 +1,69 @@
+"""Fusing: one answer to a chain, made of several candidates.
+
+A prompt reads `<fuse> <math> +1 *2 ... <max> 3 : 4 1 ... : 4 6 ... : 5 1 ...`: a chain's own prompt, and candidate
+answers by its sloppy writer, who stands in for the weaker models whose answers a fusing model is given. The fused
+answer is judged as any answer to the chain. Source: Hunyuan-MT's Chimera-7B, trained by RL to fuse six candidate
+translations (arXiv 2509.05209).
+
+A demonstration is one more answer by the writer: SFT teaches the form, and no better an answer than a candidate's.
+"""
+
+import zlib
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np  # noqa: TID253 (this module is imported by `load_task` alone, in a worker)
+
+from opdctl.settings import EffortSettings, FuseTask
+from opdctl.tasks import Demonstration, Prompt, Split, Verdict, first_group, in_effort
+from opdctl.tasks.chain import BLOCK, STREAMS, ChainStream
+from opdctl.tasks.grade import COLON, in_the_place
+
+TOKEN = "<fuse>"
+
+
+class FuseStream:
+    """The task of one chain. `Prompt.answer` is the chain's."""
+
+    def __init__(self, name: str, settings: FuseTask, efforts: EffortSettings | None) -> None:
+        self.name, self.candidates = name, settings.candidates
+        self.chain = ChainStream(name, settings.chain, efforts)
+        self._groups = first_group(name)
+        self._block = lru_cache(maxsize=16)(self._draw)
+
+    def size(self, split: Split) -> int | None:
+        return None
+
+    def prompts(self, split: Split, seed: int, start: int, count: int, effort: str | None = None) -> list[Prompt]:
+        return [self._row(split, seed, i, effort).prompt for i in range(start, start + count)]
+
+    def demonstrations(self, seed: int, start: int, count: int, efforts: Sequence[str] = ()) -> list[Demonstration]:
+        rows = range(start, start + count)
+        places: list[tuple[int, str | None]] = [in_effort(i, efforts) if efforts else (i, None) for i in rows]
+        return [self._row("train", seed, at, effort) for at, effort in places]
+
+    def verify(self, prompt: Prompt, completion: str) -> Verdict:
+        return self.chain.verify(prompt, completion)
+
+    def reference(self, prompt: Prompt) -> str:
+        return self.chain.reference(prompt)
+
+    def shown(self, prompt: Prompt) -> list[str]:
+        """The candidates of a prompt."""
+        return [part.strip() for part in prompt.text.split(f" {COLON} ")[1:]]
+
+    def _row(self, split: Split, seed: int, row: int, effort: str | None) -> Demonstration:
+        return self._block(split, seed, row // BLOCK, effort)[row % BLOCK]
+
+    def _draw(self, split: Split, seed: int, block: int, effort: str | None) -> list[Demonstration]:
+        words = [seed % 2**64, STREAMS[split], zlib.crc32(self.name.encode()), block]
+        rng = np.random.default_rng(np.random.SeedSequence(words))
+        problems = self.chain.prompts(split, seed, block * BLOCK, BLOCK, effort)
+        attempts = self.chain.attempts(rng, problems, self.candidates + 1, effort)
+        rows = []
+        for at, (problem, (answer, *candidates)) in enumerate(zip(problems, attempts, strict=True)):
+            text = f" {COLON} ".join([f"{TOKEN} {problem.text}", *candidates])
+            messages = in_the_place(problem, text)
+            prompt = Prompt(text, problem.answer, problem.columns, messages, self._groups + block * BLOCK + at)
+            rows.append(Demonstration(prompt, answer))
+        return rows

@@ -1,0 +1,95 @@
+"""Grading as a task: is this answer to a chain right?
+
+A prompt reads `<grade> <math> +1 *2 =0 ... <max> 3 : 4 1 0 ...`: a chain's own prompt, and an answer that its sloppy
+writer gave; what is wanted is `yes` or `no`. A model that has learnt this is a generative reward model for the
+chain's answers (`Grader` with mode rubric and the template `<grade> {prompt} : {completion}`).
+
+Only problems are asked that the writer got right and wrong within TRIES attempts, and a fair coin picks the one that
+is shown: half of the labels are `yes`, and the problem alone says nothing about its label.
+"""
+
+import zlib
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np  # noqa: TID253 (this module is imported by `load_task` alone, in a worker)
+
+from opdctl.errors import ConfigError
+from opdctl.settings import EffortSettings, GradeTask
+from opdctl.tasks import Demonstration, Prompt, Split, Verdict, first_group, in_effort
+from opdctl.tasks.chain import BLOCK, STREAMS, ChainStream
+
+TRIES = 8  # attempts at a problem
+PATIENCE = 32  # blocks of problems looked at for one block of rows: a writer who is hardly ever wrong fills none
+TOKEN, COLON = "<grade>", ":"
+YES, NO = "yes", "no"
+
+
+class GradeStream:
+    """The task of one chain. `Prompt.answer` is `yes` or `no`."""
+
+    def __init__(self, name: str, settings: GradeTask, efforts: EffortSettings | None) -> None:
+        self.name = name
+        self.chain = ChainStream(name, settings.chain, efforts)
+        self._groups = first_group(name)
+        self._block = lru_cache(maxsize=16)(self._draw)
+
+    def size(self, split: Split) -> int | None:
+        return None
+
+    def prompts(self, split: Split, seed: int, start: int, count: int, effort: str | None = None) -> list[Prompt]:
+        return [self._block(split, seed, i // BLOCK, effort)[i % BLOCK] for i in range(start, start + count)]
+
+    def demonstrations(self, seed: int, start: int, count: int, efforts: Sequence[str] = ()) -> list[Demonstration]:
+        """Rows of the training split with the right verdict."""
+        rows = range(start, start + count)
+        places: list[tuple[int, str | None]] = [in_effort(i, efforts) if efforts else (i, None) for i in rows]
+        shown = [self.prompts("train", seed, at, 1, effort)[0] for at, effort in places]
+        return [Demonstration(prompt, prompt.answer) for prompt in shown]
+
+    def verify(self, prompt: Prompt, completion: str) -> Verdict:
+        correct = completion.strip() == prompt.answer
+        return Verdict(correct, float(correct), {"reason": "" if correct else f"the verdict is {prompt.answer!r}"})
+
+    def reference(self, prompt: Prompt) -> str:
+        return str(prompt.answer)
+
+    def _draw(self, split: Split, seed: int, block: int, effort: str | None) -> list[Prompt]:
+        words = [seed % 2**64, STREAMS[split], zlib.crc32(self.name.encode()), block]
+        rng = np.random.default_rng(np.random.SeedSequence(words))
+        rows: list[Prompt] = []
+        for part in range(block * PATIENCE, (block + 1) * PATIENCE):
+            problems = self.chain.prompts(split, seed, part * BLOCK, BLOCK, effort)
+            attempts = self.chain.attempts(rng, problems, TRIES, effort)
+            coins = (rng.random(BLOCK) < 0.5).tolist()
+            for problem, answers, wanted in zip(problems, attempts, coins, strict=True):
+                judged = self._both(problem, answers)
+                if len(judged) == 2:
+                    group = self._groups + block * BLOCK + len(rows)
+                    rows.append(asked_about(problem, judged[wanted], YES if wanted else NO, group))
+            if len(rows) >= BLOCK:
+                return rows[:BLOCK]
+        raise ConfigError(
+            f"tasks.{self.name}.chain: its writer is hardly ever wrong, or hardly ever right: nothing to be graded",
+            hint="misread 0.65 and noise 0.01 are usual",
+        )
+
+    def _both(self, problem: Prompt, answers: Sequence[str]) -> dict[bool, str]:
+        """The first right and the first wrong one of the answers."""
+        found: dict[bool, str] = {}
+        for answer in answers:
+            found.setdefault(self.chain.verify(problem, answer).correct, answer)
+            if len(found) == 2:
+                break
+        return found
+
+
+def asked_about(problem: Prompt, answer: str, label: str, group: int) -> Prompt:
+    """Whether `answer` is right, as a prompt."""
+    text = f"{TOKEN} {problem.text} {COLON} {answer}"
+    return Prompt(text, label, problem.columns, in_the_place(problem, text), group)
+
+
+def in_the_place(problem: Prompt, text: str) -> list[dict[str, str]]:
+    """The problem's messages with `text` as the user's turn; none where the problem has none."""
+    return [{**message, "content": text} if message["role"] == "user" else {**message} for message in problem.messages]
