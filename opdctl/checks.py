@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from opdctl import capabilities
 from opdctl.checks_inputs import STATIC_COLUMNS, check_coverage, check_labels, check_roles, check_route_columns, mixture
+from opdctl.checks_losses import check_losses
 from opdctl.references import Input, Problem, near_miss
 from opdctl.settings import (
     AnyStage,
@@ -40,6 +41,8 @@ def check_stage(settings: AnyStage, inputs: Sequence[Input], pipeline: PipelineS
     if isinstance(config, OpdSettings):
         yield from _opd(config, inputs, pipeline)
         yield from check_route_columns(settings, pipeline)
+    if isinstance(config, RlvrSettings | OpdSettings):
+        yield from check_losses(config)
     if isinstance(config, EvalSettings):
         yield from _eval(config, inputs, pipeline)
     if isinstance(config, MergeSettings):

@@ -1,0 +1,156 @@
+"""Settings of a loss that are each valid and together meaningless: refused, with the reason."""
+
+from collections.abc import Iterator
+
+from opdctl.references import Problem
+from opdctl.settings import (
+    ClippedSurrogate,
+    Dis,
+    IcePop,
+    MiniLlmOpd,
+    Mismatch,
+    OpdSettings,
+    Opsm,
+    OverlapOpd,
+    PolicyGradientOpd,
+    Reinforce,
+    RlvrSettings,
+    SequenceMask,
+    Surrogate,
+    Tis,
+)
+
+
+def check_losses(config: RlvrSettings | OpdSettings) -> Iterator[Problem]:
+    """Key and text of every contradiction in what the stage minimises."""
+    if isinstance(config, RlvrSettings):
+        yield from _policy("config", config.surrogate, config.mismatch, config)
+        yield from _rlvr(config)
+        return
+    if isinstance(config.loss, PolicyGradientOpd):
+        yield from _policy("config.loss", config.loss.surrogate, config.loss.mismatch, config)
+        yield from _policy_gradient(config, config.loss)
+    yield from _opd(config)
+
+
+def _updates(config: RlvrSettings | OpdSettings) -> int:
+    """Optimizer steps per rollout batch; where batches do not divide, the fraction is told elsewhere."""
+    return config.rollout.prompts * config.rollout.group_size // config.train.global_batch_size
+
+
+# ----------------------------------------------------------------------------------- surrogate and mismatch rule
+
+
+def _policy(
+    key: str, surrogate: Surrogate, rule: Mismatch | None, config: RlvrSettings | OpdSettings
+) -> Iterator[Problem]:
+    updates, on_current = _updates(config), _on_current(rule)
+    if isinstance(surrogate, Reinforce) and updates > 1 and not on_current:
+        yield (
+            f"{key}.surrogate.form",
+            f"reinforce has no ratio, and with {updates} optimizer steps per rollout batch the policy is no longer the "
+            "one that sampled: make train.global_batch_size equal to rollout.prompts x rollout.group_size, or take "
+            "another form, or mismatch rule dis, or icepop with policy: current",
+        )
+    if on_current and not isinstance(surrogate, Reinforce):
+        yield (
+            f"{key}.mismatch.rule",
+            f"{_shown(rule)} weighs by pi_theta / pi_infer, which holds the ratio of surrogate form {surrogate.form} "
+            "already: it would count twice; give surrogate: {form: reinforce}",
+        )
+    of_sequences = isinstance(surrogate, ClippedSurrogate) and surrogate.level == "sequence"
+    if of_sequences and config.aggregation != "sequence_mean":
+        yield (
+            "config.aggregation",
+            f"{config.aggregation} counts a sequence by its length, and surrogate.level: sequence has taken the mean "
+            "over its tokens: give aggregation: sequence_mean",
+        )
+    if rule is not None:
+        yield from _rule(key, rule, updates)
+
+
+def _on_current(rule: Mismatch | None) -> bool:
+    """Does the rule weigh tokens by the policy that is trained?"""
+    return isinstance(rule, Dis) or (isinstance(rule, IcePop) and rule.policy == "current")
+
+
+def _shown(rule: Mismatch | None) -> str:
+    return "icepop with policy: current" if isinstance(rule, IcePop) else "dis"
+
+
+def _rule(key: str, rule: Mismatch, updates: int) -> Iterator[Problem]:
+    match rule:
+        case Tis(floor=low, cap=high):
+            names = "floor", "cap"
+        case IcePop(low=low, high=high) | SequenceMask(low=low, high=high):
+            names = "low", "high"
+        case Opsm():
+            if updates == 1:
+                yield (
+                    f"{key}.mismatch.rule",
+                    "opsm drops sequences that the policy has moved away from since they were sampled, and with one "
+                    "optimizer step per rollout batch it has not moved: it would never act",
+                )
+            return
+        case _:
+            return
+    if low > high:
+        yield f"{key}.mismatch.{names[0]}", f"{low:g} is above {names[1]}, {high:g}"
+    elif not low <= 1 <= high:
+        yield (
+            f"{key}.mismatch.{names[0] if low > 1 else names[1]}",
+            f"{names[0]} {low:g} to {names[1]} {high:g} does not hold 1, so the rule would change tokens on which the "
+            "trainer and the sampler agree",
+        )
+
+
+# ------------------------------------------------------------------------------------------------------------- RL
+
+
+def _rlvr(config: RlvrSettings) -> Iterator[Problem]:
+    in_reward = config.kl.estimator != "none" and config.kl.placement == "reward"
+    if in_reward and config.dynamic_sampling is not None:
+        yield (
+            "config.dynamic_sampling",
+            "replaces groups whose rewards are all equal, and kl.placement: reward makes every reward differ: it would "
+            "never act; give kl.placement: loss",
+        )
+    if config.kl.estimator == "none" and config.kl.coef > 0:
+        yield "config.kl.coef", f"{config.kl.coef:g} would not be read: kl.estimator is none; give k2 or k3"
+
+
+# ------------------------------------------------------------------------------------------------------------ OPD
+
+
+def _policy_gradient(config: OpdSettings, loss: PolicyGradientOpd) -> Iterator[Problem]:
+    rollout = config.rollout
+    if loss.outcome_weight > 0 and rollout.group_size < 2:
+        yield (
+            "config.loss.outcome_weight",
+            f"{loss.outcome_weight:g} adds an advantage that compares the completions of a group: give "
+            "rollout.group_size 2 or more",
+        )
+    if loss.mismatch is not None and (rollout.temperature != 1 or rollout.top_p < 1 or rollout.top_k > 0):
+        yield (
+            "config.loss.mismatch",
+            "compares the policy with the sampler, and the sampler drew from another distribution by "
+            "rollout.temperature, top_p or top_k: give 1, 1 and 0",
+        )
+
+
+def _opd(config: OpdSettings) -> Iterator[Problem]:
+    loss, updates = config.loss, _updates(config)
+    long_term = isinstance(loss, MiniLlmOpd) and loss.discount > 0
+    shown = f"{loss.form} with discount > 0" if long_term else loss.form
+    if config.sampled_by == "teacher" and (long_term or isinstance(loss, PolicyGradientOpd | OverlapOpd)):
+        yield (
+            "config.sampled_by",
+            f"teacher, and form {shown} is a policy gradient: it needs the student's own samples; the forms that need "
+            "none are topk, full_vocab, forward_kl, jsd and minillm with discount: 0",
+        )
+    if (long_term or isinstance(loss, OverlapOpd)) and updates > 1:
+        yield (
+            "config.loss.form",
+            f"{shown} has no ratio to the policy that sampled, and there are {updates} optimizer steps per rollout "
+            "batch: make train.global_batch_size equal to rollout.prompts x rollout.group_size",
+        )
