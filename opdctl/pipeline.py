@@ -1,9 +1,7 @@
-"""The declared pipeline: from a plain tree to stage instances that are checked, in order, and identifiable."""
+"""The declared pipeline: from a plain tree to stage instances that are checked and in order."""
 
 import copy
-import hashlib
 import heapq
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,14 +9,26 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any, get_args
 
-from opdctl.checks import check_stage, computed_gpus, used_efforts
+from opdctl.checks import check_stage, computed_gpus
 from opdctl.checks_inputs import check_sources, mixture, route_columns
 from opdctl.errors import ConfigError
-from opdctl.references import Addresses, Input, Problem, Resolver, address, check_foreach, fan_out, near_miss, select
-from opdctl.settings import NAME_PATTERN, AnyStage, FileTask, Foreach, PipelineSettings
+from opdctl.references import (
+    ROUND,
+    Addresses,
+    Input,
+    Place,
+    Problem,
+    Resolver,
+    address,
+    check_foreach,
+    fan_out,
+    near_miss,
+    select,
+)
+from opdctl.settings import NAME_PATTERN, AnyStage, Foreach, PipelineSettings
 from opdctl.validation import BROKEN, REQUIRED, validate
 
-__all__ = ["Input", "InstanceOverride", "Pipeline", "Stage", "expand", "fingerprint", "identity", "marker", "select"]
+__all__ = ["Input", "InstanceOverride", "Pipeline", "Stage", "expand", "marker", "select"]
 
 KINDS: Mapping[str, type[AnyStage]] = {
     get_args(kind.model_fields["kind"].annotation)[0]: kind for kind in get_args(AnyStage)
@@ -273,11 +283,16 @@ def _connect(drafts: Sequence[_Draft], addresses: Addresses, settings: PipelineS
     invalid = {draft.name for draft in drafts if draft.settings is None}
     sources = {draft.name: draft.settings for draft in drafts if draft.settings is not None}
     resolved: list[_Draft] = []
+    rounds: dict[str, list[Any]] = {}
+    for draft in drafts:
+        if ROUND in draft.each and draft.each[ROUND] not in (known := rounds.setdefault(draft.base, [])):
+            known.append(draft.each[ROUND])
     for draft in drafts:
         if draft.settings is None:
             continue
         columns = route_columns(draft.settings, settings)
-        draft.inputs, defects = resolver.resolve(draft.settings.kind, draft.settings.inputs, columns)
+        place = Place(draft.each, rounds.get(draft.base, []))
+        draft.inputs, defects = resolver.resolve(draft.settings.kind, draft.settings.inputs, columns, place)
         found.add_all(draft, defects)
         if not defects and not found.unknown and not invalid & {given.target for given in draft.inputs}:
             resolved.append(draft)
@@ -329,55 +344,3 @@ def _stage(draft: _Draft, settings: PipelineSettings) -> Stage:
 
 def _plain(stage: Stage) -> dict[str, Any]:
     return stage.settings.model_dump(mode="json", exclude={"tasks", "efforts"}) | {"labels": dict(stage.labels)}
-
-
-# ---------------------------------------------------------------------------------------------- identity
-
-
-def identity(stage: Stage, inputs: Mapping[str, Any], data: Mapping[str, Any], revision: str) -> dict[str, Any]:
-    """All that the stage's result depends on, as plain data.
-
-    `inputs` has the identity of each input by its `ref`, `data` the digests of a file task by the task's name,
-    `revision` is the backend's. Paths, resources, names for display and save intervals are left out.
-    """
-    config = stage.settings.config.model_dump(mode="json")
-    config.get("train", config).pop("save_every", None)
-    payload: dict[str, Any] = {
-        "kind": stage.settings.kind,
-        "backend": stage.settings.backend,
-        "revision": revision,
-        "seed": stage.seed,
-        "config": config,
-        "tasks": {name: _task_identity(name, task, data) for name, task in stage.settings.tasks.items()},
-        "inputs": _inputs_identity(stage, inputs),
-    }
-    if stage.settings.verl:
-        payload["verl"] = stage.settings.verl
-    if used_efforts(stage.settings) and stage.settings.efforts is not None:
-        efforts = stage.settings.efforts
-        payload["efforts"] = {"by": efforts.by, "levels": [list(level) for level in efforts.levels.items()]}
-    return payload
-
-
-def _task_identity(name: str, task: Any, data: Mapping[str, Any]) -> dict[str, Any]:
-    plain: dict[str, Any] = task.model_dump(mode="json")
-    if isinstance(task, FileTask):
-        plain = {key: value for key, value in plain.items() if key not in ("path", "eval_path")}
-        plain["data"] = data[name]
-    return plain
-
-
-def _inputs_identity(stage: Stage, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    roles: dict[str, list[Any]] = {}
-    for given in stage.inputs:
-        entry = {"model": inputs[given.ref]}
-        if given.role == "teachers":
-            entry |= {"route": dict(given.route), "weight": given.weight}
-        elif stage.settings.kind == "merge" and given.role == "models":
-            entry["weight"] = given.weight
-        roles.setdefault(given.role, []).append(entry)
-    return dict(roles)
-
-
-def fingerprint(payload: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(payload, sort_keys=True).encode()).hexdigest()[:20]

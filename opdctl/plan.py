@@ -9,7 +9,8 @@ from typing import Any
 from opdctl.backends import BACKENDS
 from opdctl.errors import ConfigError
 from opdctl.formulas import describe_merge, describe_opd, describe_rlvr
-from opdctl.pipeline import Pipeline, Stage, fingerprint, identity
+from opdctl.identity import fingerprint, identity
+from opdctl.pipeline import Pipeline, Stage
 from opdctl.references import Addresses
 from opdctl.settings import FileTask, OpdSettings, RlvrSettings, SampleSettings, SftSettings
 from opdctl.settings.merge import MergeSettings

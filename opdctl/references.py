@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from typing import Any, Literal
 
 from opdctl.errors import ConfigError
-from opdctl.settings import FolderModel, Foreach, ModelSettings, WeightedInput
+from opdctl.settings import FolderModel, Foreach, ModelSettings, RoundInput, WeightedInput
 
 InputKind = Literal["stage", "model", "path", "hf"]
 Problem = tuple[str, str]  # key below the stage, what is wrong
@@ -31,6 +31,7 @@ MANY: Mapping[str, tuple[str, ...]] = {
     "sample": (),
     "select": ("models",),
 }
+ROUND = "round"  # the axis of inputs with `first` and `then`
 FORMS = "stage:NAME, stage:NAME[axis=value], stage:NAME[*] (lists only), model:, path:DIR or hf:REPO@REVISION"
 
 
@@ -133,6 +134,16 @@ class Addresses:
             raise ConfigError(f"no instance is called '{selector}'" + near_miss(selector, instances, "instances"))
         return found
 
+    def before(self, selector: str, each: Mapping[str, Any], value: Any) -> str:
+        """The address with the axis `round` at `value`; axes that it does not name are as in `each`, if there are."""
+        base, pairs = _split(selector)
+        named = dict(pair.partition("=")[::2] for pair in pairs if pair != "*")
+        if ROUND in named:
+            raise ConfigError(f"'stage:{selector}' names its round; `then` is always of the round before")
+        known = {axis for own in self._instances.get(base, {}).values() for axis in own}
+        shared = {axis: given for axis, given in each.items() if axis in known} if "*" not in pairs else {}
+        return address(base, shared | named | {ROUND: value})
+
 
 def select(names: Iterable[str], selector: str) -> list[str]:
     """Names of the instances that `max`, `max[*]` or `max[domain=general]` means; ConfigError if there is none."""
@@ -165,6 +176,14 @@ def parse_reference(ref: str, model: ModelSettings | None) -> tuple[InputKind, s
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where an instance stands in its fan-out."""
+
+    each: Mapping[str, Any]
+    rounds: Sequence[Any]  # values of the axis `round`, in order; empty without it
+
+
+@dataclass(frozen=True)
 class Resolver:
     """What references may mean in one pipeline."""
 
@@ -174,7 +193,7 @@ class Resolver:
     unknown: frozenset[str]  # stages whose fan-out has an error: what refers to them is left out
 
     def resolve(
-        self, kind: str, inputs: Mapping[str, Any], columns: Sequence[str]
+        self, kind: str, inputs: Mapping[str, Any], columns: Sequence[str], place: "Place"
     ) -> tuple[tuple[Input, ...], list[Problem]]:
         """The inputs of a stage of this kind; models from stages are routed by those of their labels in `columns`."""
         resolved: list[Input] = []
@@ -191,10 +210,25 @@ class Resolver:
             else:
                 for at, item in enumerate(given if isinstance(given, list) else [given]):
                     try:
-                        resolved += self._one(role, item, role in many, columns)
+                        one_round = self._in_round(item, place) if isinstance(item, RoundInput) else item
+                        resolved += self._one(role, one_round, role in many, columns)
                     except ConfigError as error:
                         problems.append((f"{key}.{at}" if isinstance(given, list) else key, str(error)))
         return tuple(resolved), problems
+
+    def _in_round(self, given: RoundInput, place: "Place") -> str:
+        """The reference that counts in the stage's round."""
+        if ROUND not in place.each:
+            raise ConfigError("first and then need the axis 'round' on this stage: foreach: {round: [1, 2]}")
+        at = place.rounds.index(place.each[ROUND])
+        if at == 0:
+            return given.first
+        kind, target = parse_reference(given.then, self.model)
+        if kind != "stage":
+            raise ConfigError(f"then: '{given.then}' is no stage, so it has no round before; name a stage")
+        if target.partition("[")[0] in self.unknown:
+            return given.then
+        return f"stage:{self.addresses.before(target, place.each, place.rounds[at - 1])}"
 
     def _one(self, role: str, given: str | WeightedInput, many: bool, columns: Sequence[str]) -> Iterator[Input]:
         item = WeightedInput(ref=given) if isinstance(given, str) else given
