@@ -9,18 +9,28 @@ from opdctl.references import Input, Problem
 from opdctl.settings import (
     AnyStage,
     AnyTask,
+    ClippedSurrogate,
     EvalStage,
     FileTask,
+    ForwardKlOpd,
     FullVocabOpd,
+    JsdOpd,
     MergeStage,
+    MiniLlmOpd,
+    Mismatch,
     NewModel,
     OpdSettings,
+    Opsm,
+    OverlapOpd,
     PipelineSettings,
+    PolicyGradientOpd,
     RlvrSettings,
     SampleStage,
     SelectStage,
+    SequenceMask,
     SftSettings,
     SftStage,
+    Tis,
     TopKOpd,
 )
 from opdctl.workers import VerlResources, VerlWorkers
@@ -199,6 +209,16 @@ def _groups(config: RlvrSettings | OpdSettings) -> Iterator[Problem]:
 
 def _rlvr(config: RlvrSettings, inputs: Sequence[Input]) -> Iterator[Problem]:
     yield from _groups(config)
+    yield from _mismatch(config.mismatch, "config.mismatch")
+    # compute_policy_loss_gspo in trainer/ppo/core_algos.py
+    if (
+        isinstance(config.surrogate, ClippedSurrogate)
+        and config.surrogate.level == "sequence"
+        and config.surrogate.dual
+    ):
+        yield "config.surrogate.dual", "verl's GSPO has no such bound: backend: embedded has it"
+    if config.grader is not None:
+        yield "config.grader", "verl's rewards come from the tasks' verifiers only: backend: embedded asks a grader"
     # ReplayBuffer in trainer/ppo/v1/replay_buffer.py replaces such groups until the batch is full, however long
     if config.dynamic_sampling is not None:
         yield (
@@ -222,19 +242,44 @@ def _rlvr(config: RlvrSettings, inputs: Sequence[Input]) -> Iterator[Problem]:
             )
 
 
+def _embedded_only(config: OpdSettings) -> Iterator[Problem]:
+    """What the embedded engine adds to verl's loop of sampling, scoring and learning."""
+    loss = config.loss
+    wanted = {"sampled_by": config.sampled_by == "teacher", "balance": config.balance}
+    wanted["extrapolation"] = config.extrapolation is not None
+    if isinstance(loss, PolicyGradientOpd):
+        wanted["loss.teacher_scale"] = loss.teacher_scale != 1
+        wanted |= {"loss.discount": loss.discount > 0, "loss.margin": loss.margin is not None}
+    for key, used in wanted.items():
+        if used:
+            yield f"config.{key}", "verl's distillation has no place for it: backend: embedded has"
+
+
+def _mismatch(given: Mismatch | None, key: str) -> Iterator[Problem]:
+    # rollout_corr_helper.py; its rejected sequences leave the divisors of the means as well
+    if isinstance(given, Opsm | SequenceMask):
+        yield f"{key}.rule", f"{given.rule}: verl has no such rule: backend: embedded has it; verl has tis and icepop"
+    if isinstance(given, Tis) and given.floor > 0:
+        yield f"{key}.floor", f"{given.floor}: verl caps ratios from above only: backend: embedded has it, or take 0"
+
+
 def _opd(config: OpdSettings, resources: VerlResources) -> Iterator[Problem]:
     yield from _groups(config)
-    if isinstance(config.loss, FullVocabOpd):
+    loss = config.loss
+    if isinstance(loss, FullVocabOpd | ForwardKlOpd | JsdOpd | MiniLlmOpd):
         yield (
             "config.loss.form",
-            "full_vocab needs all of a teacher's logits, and verl's served teachers give their top k: "
+            f"{loss.form} needs all of a teacher's logits, and verl's served teachers give their top k: "
             "backend: embedded computes it, or take form: topk",
         )
-    if isinstance(config.loss, TopKOpd) and resources.strategy == "megatron":
+    if isinstance(loss, TopKOpd | OverlapOpd) and resources.strategy == "megatron":
         yield (
             "resources.verl.strategy",
-            "megatron splits the vocabulary over GPUs, and form: topk needs whole rows of logits: take fsdp2",
+            f"megatron splits the vocabulary over GPUs, and form: {loss.form} needs whole rows of logits: take fsdp2",
         )
+    if isinstance(loss, PolicyGradientOpd):
+        yield from _mismatch(loss.mismatch, "config.loss.mismatch")
+    yield from _embedded_only(config)
     # the engines divide all logits of a stage by it; the teacher's stay at 1 (experimental/teacher_loop)
     if config.rollout.temperature != 1.0:
         yield (

@@ -4,17 +4,22 @@ import pytest
 import torch
 from torch.testing import assert_close
 from verl.trainer.distillation.losses import distillation_ppo_loss
-from verl.trainer.ppo.core_algos import agg_loss, get_adv_estimator_fn, kl_penalty
+from verl.trainer.ppo.core_algos import agg_loss, kl_penalty
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
 from verl.utils import tensordict_utils
 from verl.workers.utils.losses import ppo_loss
 from verl_batch import VOCABULARY, Batch, actor, distillation, padded
 
 from opdctl.engine import losses, vocab
-from opdctl.engine.advantages import group_advantages
 from opdctl.errors import OpdctlError
 
+CLIP = {"form": "clip", "low": 0.2, "high": 0.2}
 MODES = {"sequence_mean": "seq-mean-token-mean", "token_mean": "token-mean", "constant": "seq-mean-token-sum-norm"}
+
+
+@pytest.fixture(autouse=True)
+def nothing_told(tell):
+    tell({})
 
 
 def close(found, wanted):
@@ -24,7 +29,7 @@ def close(found, wanted):
 def told(form="policy_gradient", **more):
     weights = {"t0": 1.0, "t1": 1.0}
     opd = {"form": form, "max_advantage": 0.5, "rest": "correction", "weights": weights, "outcome_weight": 0.0}
-    return {"opd": opd | more}
+    return {"opd": opd | {"surrogate": CLIP, "mismatch": None} | more}
 
 
 def through_verl(batch, config, distill, data):
@@ -88,9 +93,9 @@ def test_micro_batches_add_up_to_the_batch(tell):
     close(total, policy_gradient(batch, "token_mean")[0])
 
 
-def test_the_ratio_clip_is_verls_setting(tell):
-    tell(told())
-    batch, distill = Batch(), distillation("opdctl_policy_gradient", clip_ratio_low=0.05, clip_ratio_high=0.05)
+def test_the_ratio_clip_is_the_stages(tell):
+    tell(told(surrogate={"form": "clip", "low": 0.05, "high": 0.05}))
+    batch, distill = Batch(), distillation("opdctl_policy_gradient")
     _, metrics, gradient = through_verl(batch, actor(loss_agg_mode="token-mean"), distill, batch.data())
     close(gradient, policy_gradient(batch, "token_mean", clip=0.05)[1])
     assert metrics["distillation/ratio_clip_fraction"].aggregate() > 0
@@ -104,6 +109,17 @@ def test_the_outcome_joins_the_advantage(tell):
     close(loss, wanted)
     close(gradient, wanted_gradient)
     assert not torch.allclose(loss, policy_gradient(batch, "token_mean")[0])
+
+
+def test_without_a_bound_the_advantage_is_the_whole_log_ratio(tell):
+    tell(told(max_advantage=None))
+    batch, distill = Batch(), distillation("opdctl_policy_gradient")
+    _, metrics, gradient = through_verl(batch, actor(loss_agg_mode="token-mean"), distill, batch.data())
+    policy_M = batch.logprobs_M(batch.logits_NV.log_softmax(-1))
+    advantages_M = (batch.logprobs_M(batch.teacher_NV) - policy_M).detach()
+    loss_M, _ = losses.clipped_policy_loss(policy_M, batch.old_M, advantages_M, low=0.2, high=0.2)
+    close(gradient, torch.autograd.grad(loss_M.mean(), batch.logits_NV)[0])
+    assert metrics["distillation/clip_fraction"].aggregate() == 0
 
 
 @pytest.mark.parametrize("mode", ["opdctl_policy_gradient", "opdctl_reverse_kl_topk"])
@@ -328,52 +344,3 @@ def test_verls_weights_for_the_sampler_are_the_engines(threshold, wanted):
         log_ratio, torch.ones_like(log_ratio), rollout_is="token", rollout_is_threshold=threshold
     )
     close(found, wanted(log_ratio.exp()))
-
-
-# ------------------------------------------------------------------------------------------------------- advantages
-
-
-def estimate(name, rewards_PG, mask=None):
-    """Advantages of verl's estimator `name`, each group's completions scattered over the batch."""
-    groups, size = rewards_PG.shape
-    order = torch.randperm(groups * size, generator=torch.Generator().manual_seed(0))
-    response_mask = torch.ones(groups * size, 3) if mask is None else mask
-    rewards = torch.zeros(groups * size, 3)
-    rewards[:, 2] = rewards_PG.flatten()
-    index = [f"group {i // size}" for i in range(groups * size)]
-    found, _ = get_adv_estimator_fn(name)(
-        token_level_rewards=rewards[order],
-        response_mask=response_mask[order],
-        index=[index[i] for i in order],
-        config=None,
-    )
-    back = torch.empty_like(found)
-    back[order] = found
-    return back
-
-
-@pytest.mark.parametrize("how", ["mean", "mean_std", "leave_one_out"])
-def test_estimators_are_the_engines(how):
-    rewards_PG = torch.rand(3, 4, generator=torch.Generator().manual_seed(1))
-    found = estimate(f"opdctl_{how}", rewards_PG)
-    close(found, group_advantages(rewards_PG, how).flatten()[:, None].expand(-1, 3))
-
-
-@pytest.mark.parametrize(("how", "own"), [("mean_std", "grpo"), ("leave_one_out", "rloo")])
-def test_verls_estimators_are_the_engines_where_rewards_differ(how, own):
-    rewards_PG = torch.rand(3, 4, generator=torch.Generator().manual_seed(1))
-    close(estimate(own, rewards_PG), estimate(f"opdctl_{how}", rewards_PG))
-
-
-def test_equal_rewards_give_exactly_no_advantage_unlike_verls_own():
-    rewards_PG = torch.rand(64, 1, generator=torch.Generator().manual_seed(1)).expand(64, 7)
-    assert estimate("opdctl_mean_std", rewards_PG).count_nonzero() == 0
-    assert estimate("grpo", rewards_PG).count_nonzero() > 0
-
-
-def test_rows_that_only_fill_the_batch_up_are_in_no_group():
-    rewards_PG = torch.tensor([[1.0, 0.0, 0.0]])
-    mask = torch.ones(3, 3)
-    mask[2] = 0
-    found = estimate("opdctl_mean", rewards_PG, mask)
-    close(found[:, 0], torch.tensor([0.5, -0.5, 0.0]))

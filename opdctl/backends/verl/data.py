@@ -306,6 +306,11 @@ def plugin_settings(spec: StageSpec) -> Mapping[str, Any]:
     if spec.kind == "rlvr":
         settings = RlvrSettings.model_validate(spec.config)
         found["reward"] = _reward(settings, settings.unfinished_reward, settings.overlong, settings.effort)
+        found["max_advantage"] = settings.max_advantage
+        found["policy_loss"] = {
+            "surrogate": settings.surrogate.model_dump(mode="json"),
+            "mismatch": settings.mismatch.model_dump(mode="json") if settings.mismatch else None,
+        }
     if spec.kind == "opd":
         found |= _opd_settings(spec)
     return found
@@ -329,9 +334,11 @@ def _opd_settings(spec: StageSpec) -> dict[str, Any]:
             "form": form["form"],
             "max_advantage": form.get("max_advantage"),
             "rest": form.get("rest"),
+            "surrogate": form.get("surrogate"),
+            "mismatch": form.get("mismatch"),
             "weights": {teacher_key(i): given.weight for i, given in enumerate(role(spec, "teachers"))},
             "labels": {teacher_key(i): given.label for i, given in enumerate(role(spec, "teachers"))},
-            "outcome_weight": 0.0,
+            "outcome_weight": form.get("outcome_weight", 0.0),
         },
         # distillation needs no rewards, but accuracy and length are reported
         "reward": _reward(settings, 0.0, Overlong(), None),

@@ -3,14 +3,18 @@
 from typing import Any
 
 from opdctl.backends.contract import InputSpec, StageSpec
-from opdctl.backends.verl import render_rl
+from opdctl.backends.verl import render_policy_loss, render_rl
 from opdctl.backends.verl.layout import ROUTE, teacher_key
 from opdctl.backends.verl.overrides import Overrides
 from opdctl.backends.verl.render_engine import model_path, verl_seed
 from opdctl.backends.verl.render_rl import ACTOR
-from opdctl.settings import ClippedSurrogate, OpdSettings, PolicyGradientOpd, Resources, TopKOpd
+from opdctl.settings import ClippedSurrogate, OpdSettings, OverlapOpd, PolicyGradientOpd, Resources, TopKOpd
 
-LOSSES = {"policy_gradient": "opdctl_policy_gradient", "topk": "opdctl_reverse_kl_topk"}  # as the plug-in calls them
+LOSSES = {  # as the plug-in calls them
+    "policy_gradient": "opdctl_policy_gradient",
+    "topk": "opdctl_reverse_kl_topk",
+    "overlap": "opdctl_overlap",
+}
 _LOSS = "distillation.distillation_loss"
 
 
@@ -25,15 +29,18 @@ def opd(spec: StageSpec) -> Overrides:
         "kind",
         {
             "distillation.enabled": True,
-            # of the rewards, which only metrics see; unlike the plug-in's it takes groups of one
-            "algorithm.adv_estimator": "grpo",
+            "algorithm.adv_estimator": _estimator(settings),
             "algorithm.norm_adv_by_std_in_grpo": False,
             "algorithm.use_kl_in_reward": False,
             f"{ACTOR}.use_kl_loss": False,
-            f"{ACTOR}.policy_loss.loss_mode": "vanilla",
         },
     )
     _loss(overrides, settings)
+    # the plug-in's losses clip as the stage says
+    render_policy_loss.surrogate(overrides, ClippedSurrogate(), ACTOR, "config.loss")
+    rule = settings.loss.mismatch if isinstance(settings.loss, PolicyGradientOpd) else None
+    asynchronous = render_rl.is_async(resources)
+    render_policy_loss.mismatch(overrides, rule, "config.loss.mismatch", asynchronous=asynchronous)
     overrides.own("config.route_by", {"distillation.teacher_key": ROUTE})
     size = teacher_pool(len(teachers), resources, alone=spec.workers["ray_address"] is None)
     overrides.own(
@@ -43,6 +50,14 @@ def opd(spec: StageSpec) -> Overrides:
     for number, teacher in enumerate(teachers):
         _teacher(overrides, spec, settings, resources, number, teacher)
     return overrides
+
+
+def _estimator(settings: OpdSettings) -> str:
+    """Of the rewards' advantages. Only metrics see them, unless the loss weighs them in: verl's takes groups of one."""
+    loss = settings.loss
+    if isinstance(loss, PolicyGradientOpd) and loss.outcome_weight > 0:
+        return f"opdctl_{loss.outcome_advantage}"
+    return "grpo"
 
 
 def teacher_pool(teachers: int, resources: Resources, *, alone: bool) -> tuple[int, int]:
@@ -68,7 +83,7 @@ def _loss(overrides: Overrides, settings: OpdSettings) -> None:
             f"{_LOSS}.loss_mode": LOSSES[form.form],
             f"{_LOSS}.use_policy_gradient": False,
             f"{_LOSS}.policy_loss_mode": "vanilla",
-            f"{_LOSS}.topk": form.k if isinstance(form, TopKOpd) else None,
+            f"{_LOSS}.topk": form.k if isinstance(form, TopKOpd | OverlapOpd) else None,
             f"{_LOSS}.use_task_rewards": False,
             f"{_LOSS}.distillation_loss_coef": 1.0,
             f"{_LOSS}.loss_max_clamp": None,
@@ -76,10 +91,6 @@ def _loss(overrides: Overrides, settings: OpdSettings) -> None:
             f"+{_LOSS}.use_chunked_topk": False,
         },
     )
-    bounds = form.surrogate if isinstance(form, PolicyGradientOpd) else ClippedSurrogate()
-    assert isinstance(bounds, ClippedSurrogate)
-    for at in (_LOSS, ACTOR):
-        render_rl.clip(overrides, bounds, at, source="config.loss.surrogate")
 
 
 def _teacher(
@@ -121,7 +132,7 @@ def _teacher(
 
 def _scoring(settings: OpdSettings, inference: str) -> dict[str, Any]:
     """A teacher scores the student's tokens at temperature 1, and samples none."""
-    k = settings.loss.k if isinstance(settings.loss, TopKOpd) else 1
+    k = settings.loss.k if isinstance(settings.loss, TopKOpd | OverlapOpd) else 1
     return {
         f"+{inference}.temperature": 1.0,
         f"+{inference}.top_p": 1.0,

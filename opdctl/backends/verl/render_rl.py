@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from opdctl.backends.contract import InputSpec, StageSpec
-from opdctl.backends.verl import render_engine
+from opdctl.backends.verl import render_engine, render_policy_loss
 from opdctl.backends.verl.layout import IMAGES, layout
 from opdctl.backends.verl.overrides import Overrides
 from opdctl.backends.verl.render_engine import on_cpu, verl_seed
-from opdctl.settings import ClippedSurrogate, Kl, OpdSettings, Resources, RlvrSettings
+from opdctl.settings import Kl, OpdSettings, Resources, RlvrSettings
 from opdctl.workers import VerlResources
 
 ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
@@ -20,7 +20,6 @@ _AGGREGATION = {
     "token_mean": "token-mean",
     "constant": "seq-mean-token-sum-norm",
 }
-_NO_DUAL_CLIP = 1e9  # verl also cuts ratios at this for negative advantages (dual-clip PPO); opdctl's loss does not
 
 
 def rlvr(spec: StageSpec) -> Overrides:
@@ -31,25 +30,11 @@ def rlvr(spec: StageSpec) -> Overrides:
     common(overrides, spec, settings, resources, init)
     # the plug-in's estimators: verl's grpo and rloo, but exactly 0 for equal rewards
     overrides.own("config.advantage", {"algorithm.adv_estimator": f"opdctl_{settings.advantage}"})
-    assert isinstance(settings.surrogate, ClippedSurrogate)
-    clip(overrides, settings.surrogate, ACTOR, source="config.surrogate")
-    overrides.own(
-        "config.surrogate", {f"{ACTOR}.clip_ratio_c": _NO_DUAL_CLIP, f"{ACTOR}.policy_loss.loss_mode": "vanilla"}
-    )
+    render_policy_loss.surrogate(overrides, settings.surrogate, ACTOR, "config.surrogate")
+    render_policy_loss.mismatch(overrides, settings.mismatch, "config.mismatch", asynchronous=is_async(resources))
     _kl(overrides, settings.kl)
     overrides.own("kind", {"distillation.enabled": False})
     return overrides
-
-
-def clip(overrides: Overrides, settings: ClippedSurrogate, at: str, *, source: str) -> None:
-    overrides.own(
-        source,
-        {
-            f"{at}.clip_ratio": settings.low,
-            f"{at}.clip_ratio_low": settings.low,
-            f"{at}.clip_ratio_high": settings.high,
-        },
-    )
 
 
 def _kl(overrides: Overrides, kl: Kl) -> None:
@@ -208,6 +193,7 @@ def _rollout(overrides: Overrides, spec: StageSpec, settings: RlvrSettings | Opd
     overrides.own(
         "config.rollout.temperature", {f"{ROLLOUT}.temperature": own.temperature, f"{ROLLOUT}.do_sample": True}
     )
+    overrides.own("opdctl compares the policy with the sampler", {f"{ROLLOUT}.calculate_log_probs": True})
     overrides.own("config.rollout.top_p", {f"{ROLLOUT}.top_p": own.top_p})
     overrides.own("config.rollout.top_k", {f"{ROLLOUT}.top_k": own.top_k or -1})
     overrides.own("config.train.precision", {f"{ROLLOUT}.dtype": settings.train.precision})
@@ -220,7 +206,6 @@ def _rollout(overrides: Overrides, spec: StageSpec, settings: RlvrSettings | Opd
         {
             f"{ROLLOUT}.free_cache_engine": not cpu,
             f"+{ROLLOUT}.enable_sleep_mode": not cpu,
-            f"{ROLLOUT}.calculate_log_probs": True,
             f"{ROLLOUT}.multi_turn.enable": False,
             f"{ROLLOUT}.agent.num_workers": 1 if cpu else 8,
             f"{ROLLOUT}.agent.default_agent_loop": "single_turn_agent",
@@ -315,7 +300,7 @@ def _trainer(overrides: Overrides, spec: StageSpec, settings: RlvrSettings | Opd
         {"trainer.test_freq": -1, "trainer.val_before_train": False, "trainer.val_only": False},
     )
     overrides.own("kind", {"trainer.use_v1": True, "critic.enable": False, "trainer.critic_warmup": 0})
-    _mode(overrides, resources.verl.mode == "async")
+    _mode(overrides, is_async(resources))
     overrides.choose(
         {
             "trainer.balance_batch": True,
@@ -326,6 +311,11 @@ def _trainer(overrides: Overrides, spec: StageSpec, settings: RlvrSettings | Opd
             "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1 if on_cpu(spec) else 8,
         }
     )
+
+
+def is_async(resources: Resources) -> bool:
+    """Do rollouts of the next batch go on while the trainer learns?"""
+    return resources.verl.mode == "async"
 
 
 def _mode(overrides: Overrides, asynchronous: bool) -> None:
@@ -340,15 +330,10 @@ def _mode(overrides: Overrides, asynchronous: bool) -> None:
         "config.dynamic_sampling",
         {"algorithm.filter_groups.enable": False, "trainer.v1.sampler.sync_refill_failed_groups": False},
     )
-    # completions that several versions of the policy wrote: IcePop, with the bounds of Ring-1T (arXiv 2510.18855)
     overrides.choose(
         {
             "trainer.v1.colocate_async.num_warmup_batches": 1,
             "trainer.v1.sampler.max_off_policy_threshold": 8,
             "trainer.v1.sampler.max_off_policy_strategy": "drop",
-            "algorithm.rollout_correction.rollout_is": "token" if asynchronous else None,
-            "algorithm.rollout_correction.rollout_is_threshold": "0.5_5.0" if asynchronous else 2.0,
-            "algorithm.rollout_correction.rollout_rs": None,
-            "algorithm.rollout_correction.bypass_mode": False,
         }
     )

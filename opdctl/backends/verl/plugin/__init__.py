@@ -24,9 +24,10 @@ def _add_topk_loss(module: ModuleType) -> None:
 
 
 def _add_advantages(_: ModuleType) -> None:
-    from opdctl.backends.verl.plugin import advantages
+    from opdctl.backends.verl.plugin import advantages, policy_losses
 
     advantages.register()
+    policy_losses.register()
 
 
 def _add_schedule(module: ModuleType) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from verl.trainer.ppo.core_algos import register_adv_est
 
+from opdctl.backends.verl.plugin.told import told
 from opdctl.engine.advantages import group_advantages
 from opdctl.settings import Baseline
 
@@ -32,6 +33,9 @@ def _estimator(how: Baseline) -> Any:
         advantages_B = torch.zeros_like(rewards_B)
         for numbers in groups.values():
             advantages_B[numbers] = group_advantages(rewards_B[numbers][None], how)[0]
+        bound = told().get("max_advantage")
+        if bound is not None:
+            advantages_B = advantages_B.clamp(-bound, bound)
         advantages_BR = advantages_B.to(token_level_rewards.dtype)[:, None] * response_mask
         return advantages_BR, advantages_BR
 
