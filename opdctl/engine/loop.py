@@ -68,7 +68,11 @@ def open_policy(spec: StageSpec, given: InputSpec, precision: str = "float32") -
 
 def open_frozen(spec: StageSpec, given: InputSpec, precision: str = "float32") -> Policy:
     """A reference, budget or teacher model: no gradients."""
-    return open_policy(spec, given, precision)[0].requires_grad_(False).eval()
+    if given.path:  # without its tokenizer
+        policy = load_policy(given.path, device=device_of(spec), dtype=DTYPES[precision])
+    else:
+        policy = open_policy(spec, given, precision)[0]
+    return policy.requires_grad_(False).eval()
 
 
 class Trainer:
@@ -80,6 +84,7 @@ class Trainer:
         self.optimizer = AdamW(dict(policy.named_parameters()), train.optimizer)
         self.step = 0
         self.position: dict[str, int] = {}  # data positions and what was spent; saved and restored with the weights
+        self.extra: dict[str, Tensor] = {}  # whatever else a resumed stage needs; saved and restored alike
         self._began = time.process_time()
         self._metrics: Metrics = {}
         self._recovery = Recovery(spec.state)
@@ -114,7 +119,8 @@ class Trainer:
         cost = {"cpu_seconds": self._cpu_ms() / 1000}
         if "rows" in self.position:  # a stage that asks a model: SFT draws no prompts
             cost["sampled_tokens"] = float(self.position.get("tokens", 0))
-            cost["sampled_completions"] = float(self.position["rows"] * self.spec.config["rollout"]["group_size"])
+            trained_on = self.position["rows"] * self.spec.config["rollout"]["group_size"]
+            cost["sampled_completions"] = float(trained_on + self.position.get("held_out", 0))
         return cost
 
     def _cpu_ms(self) -> int:
@@ -159,14 +165,18 @@ class Trainer:
         weights = {f"policy.{name}": value.detach() for name, value in self.policy.named_parameters()}
         moments = {f"optimizer.{name}": value for name, value in self.optimizer.state_tensors().items()}
         position = {**self.position, "cpu_ms": self._cpu_ms()}
-        self._recovery.save(Save(self.step, position, metrics, {**weights, **moments}))
+        extra = {f"extra.{name}": value for name, value in self.extra.items()}
+        self._recovery.save(Save(self.step, position, metrics, {**weights, **moments, **extra}))
 
     def _restore(self, saved: Save) -> None:
         self.step, self.position, self._metrics = saved.step, dict(saved.position), dict(saved.metrics)
         with torch.no_grad():
             for name, parameter in self.policy.named_parameters():
                 parameter.copy_(saved.tensors[f"policy.{name}"])
-        moments = {k.removeprefix("optimizer."): v for k, v in saved.tensors.items() if k.startswith("optimizer.")}
+        moments, self.extra = (
+            {k.removeprefix(prefix): v for k, v in saved.tensors.items() if k.startswith(prefix)}
+            for prefix in ("optimizer.", "extra.")
+        )
         self.optimizer.load_state_tensors(moments)
 
 

@@ -68,7 +68,7 @@ class AdamW:
         """Update the weights from the gradients that `clip` left."""
         self._adamw.param_groups[0]["lr"] = lr
         self._adamw.step()
-        self._publish_masters()
+        self.publish_masters()
 
     def state_tensors(self) -> dict[str, Tensor]:
         """All that a resumed run needs to go on bit for bit, besides the weights: `exp_avg/NAME`,
@@ -95,10 +95,16 @@ class AdamW:
                 self._adamw.state.pop(master, None)
             if master is not self._parameters[name]:
                 master.data.copy_(tensors[f"master/{name}"])
-        self._publish_masters()
+        self.publish_masters()
+
+    def weights(self) -> dict[str, Tensor]:
+        """What steps change, by parameter: the weights, or their float32 masters. Not copies; `publish_masters` after
+        a change."""
+        return {name: master.detach() for name, master in self._masters.items()}
 
     @torch.no_grad()
-    def _publish_masters(self) -> None:
+    def publish_masters(self) -> None:
+        """Low-precision weights follow their masters."""
         for name, parameter in self._parameters.items():
             if self._masters[name] is not parameter:
                 parameter.copy_(self._masters[name])
