@@ -15,6 +15,7 @@ from opdctl.settings import (
     Mixture,
     NewModel,
     OpdSettings,
+    OverlapOpd,
     PipelineSettings,
     RlvrSettings,
     Rollout,
@@ -183,10 +184,13 @@ def _opd(config: OpdSettings, inputs: Sequence[Input], pipeline: PipelineSetting
             "config.default_teacher",
             f"no teacher is called '{config.default_teacher}'" + near_miss(config.default_teacher, labels, "teachers"),
         )
-    if isinstance(config.loss, TopKOpd) and isinstance(pipeline.model, NewModel):
+    if isinstance(config.loss, TopKOpd | OverlapOpd) and isinstance(pipeline.model, NewModel):
         vocabulary = len(pipeline.model.tokenizer.words)
         if config.loss.k > vocabulary:
             yield "config.loss.k", f"{config.loss.k}, but the vocabulary has {vocabulary} words"
+    for step in config.extrapolation.steps if config.extrapolation else ():
+        if step > config.train.max_steps:
+            yield "config.extrapolation.steps", f"{step} is never reached: train.max_steps is {config.train.max_steps}"
     if "effort" in config.route_by and not config.data.efforts:
         yield "config.route_by", "rows have no effort to route by: config.data.efforts is empty"
     elif teachers:

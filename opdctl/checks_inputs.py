@@ -12,6 +12,7 @@ from opdctl.settings import (
     OpdSettings,
     OpdStage,
     PipelineSettings,
+    PolicyGradientOpd,
     RlvrSettings,
     SampleSettings,
     SampleStage,
@@ -58,6 +59,11 @@ def check_roles(settings: AnyStage, inputs: Sequence[Input]) -> Iterator[Problem
             (required if effort else useless)["budget"] = f"config.effort is {'set' if effort else 'not set'}"
         case OpdSettings():
             required = {"student": "", "teachers": ""}
+            if isinstance(config.loss, PolicyGradientOpd):
+                scale = config.loss.teacher_scale
+                (useless if scale == 1 else required)["reference"] = f"config.loss.teacher_scale is {scale:g}"
+            else:
+                useless["reference"] = f"config.loss.form is {config.loss.form}"
         case EvalSettings():
             if not roles & {"models", "before", "teachers", "after"}:
                 yield "inputs", "names no model; give models, or before, teachers and after (for the fusion table)"

@@ -130,6 +130,11 @@ def _policy_gradient(config: OpdSettings, loss: PolicyGradientOpd) -> Iterator[P
             f"{loss.outcome_weight:g} adds an advantage that compares the completions of a group: give "
             "rollout.group_size 2 or more",
         )
+    if loss.margin is not None and rollout.group_size < 2:
+        yield (
+            "config.loss.margin",
+            "compares the right with the wrong completions of a group: give rollout.group_size 2 or more",
+        )
     if loss.mismatch is not None and (rollout.temperature != 1 or rollout.top_p < 1 or rollout.top_k > 0):
         yield (
             "config.loss.mismatch",
