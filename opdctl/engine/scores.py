@@ -6,7 +6,7 @@ Intervals treat samples as independent; several samples of one prompt are not, a
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from statistics import NormalDist, fmean
+from statistics import NormalDist, fmean, stdev
 from typing import Any, Literal
 
 from opdctl.errors import OpdctlError
@@ -84,6 +84,35 @@ def weighted_sum(terms: Sequence[tuple[float, Estimate]]) -> Estimate:
 def difference(after: Estimate, before: Estimate) -> Estimate:
     """after - before of unpaired proportions, with Newcombe's interval; see `weighted_sum`."""
     return weighted_sum([(1.0, after), (-1.0, before)])
+
+
+def mean_interval(values: Sequence[float], confidence: float = 0.95) -> Estimate:
+    """Student's interval of the mean of n >= 2 independent draws, here seeds: m +- t_{n-1} s / sqrt(n)."""
+    if len(values) < 2:
+        raise OpdctlError(f"an interval over seeds needs at least two, and there are {len(values)}")
+    middle = fmean(values)
+    spread = student_quantile(confidence, len(values) - 1) * stdev(values) / math.sqrt(len(values))
+    return Estimate(middle, middle - spread, middle + spread)
+
+
+def student_quantile(confidence: float, freedom: int) -> float:
+    """t with P(|T| <= t) = confidence for `freedom` >= 1 degrees. Bisection on the angle arctan(t / sqrt(freedom))."""
+    low, high = 0.0, math.pi / 2
+    while (middle := (low + high) / 2) not in (low, high):
+        low, high = (middle, high) if _student_within(middle, freedom) < confidence else (low, middle)
+    return math.sqrt(freedom) * math.tan(low)
+
+
+def _student_within(angle: float, freedom: int) -> float:
+    """P(|T| <= t), t = sqrt(freedom) tan(angle): a finite sum. Source: Abramowitz and Stegun 26.7.3, 26.7.4."""
+    cosine, total = math.cos(angle), 0.0
+    term = cosine if freedom % 2 else 1.0
+    for step in range(2 + freedom % 2, freedom + 1, 2):
+        total += term
+        term *= cosine * cosine * (step - 1) / step
+    if freedom % 2:
+        return 2 / math.pi * (angle + math.sin(angle) * total)
+    return math.sin(angle) * total
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
