@@ -20,6 +20,7 @@ MEGATRON = {
 }
 LONG = {"stages.max.config.rollout.max_completion_tokens": 112}
 KL = {"stages.max.config.kl": {"estimator": "k3", "coef": 0.1}}
+PG = {"stages.fuse.config.loss": {"form": "policy_gradient", "max_advantage": None}}
 
 BAD = [
     ({"stages.eval.backend": "verl"}, "eval.backend", "needs backend: vllm or embedded"),
@@ -33,6 +34,20 @@ BAD = [
     ({"stages.max.config.train.global_batch_size": 2}, "max.config.train.global_batch_size", "no multiple of rollout."),
     (MEGATRON | {"stages.max.config.train.precision": "float32"}, "max.config.train.precision", "trains in bfloat16"),
     ({"stages.fuse.resources.verl": {"strategy": "megatron"}}, "fuse.resources.verl.strategy", "take fsdp2"),
+    # losses
+    ({"stages.max.config.mismatch": {"rule": "opsm", "delta": 0.1}}, "max.config.mismatch.rule", "has tis and icepop"),
+    (
+        {"stages.max.config.mismatch": {"rule": "sequence_mask", "low": 0.9, "high": 1.1}},
+        "max.config.mismatch.rule",
+        "embedded has it",
+    ),
+    ({"stages.max.config.mismatch": {"rule": "tis", "cap": 5.0, "floor": 0.2}}, "max.config.mismatch.floor", "take 0"),
+    (PG | {"stages.fuse.config.loss.discount": 0.9}, "fuse.config.loss.discount", "backend: embedded has"),
+    (PG | {"stages.fuse.config.loss.margin": {"margin": 0.4}}, "fuse.config.loss.margin", "backend: embedded has"),
+    ({"stages.fuse.config.balance": True}, "fuse.config.balance", "backend: embedded has"),
+    ({"stages.fuse.config.sampled_by": "teacher"}, "fuse.config.sampled_by", "backend: embedded has"),
+    ({"stages.fuse.config.loss": {"form": "forward_kl"}}, "fuse.config.loss.form", "forward_kl needs all of a teacher"),
+    ({"stages.fuse.config.loss": {"form": "jsd", "beta": 0.5}}, "fuse.config.loss.form", "jsd needs all of a teacher"),
     # parallelism
     (
         {"stages.sft.resources.verl": {"gpus_per_node": 4, "sequence_parallel": 3}},

@@ -13,7 +13,14 @@ LOSSES = ["opdctl_policy_gradient", "opdctl_reverse_kl_topk"]
 
 
 def loss(mode, batch, tell, failure):
-    opd = {"max_advantage": 5.0, "rest": "correction", "weights": {"t0": 1.0, "t1": 1.0}, "outcome_weight": 0.0}
+    opd = {
+        "max_advantage": 5.0,
+        "rest": "correction",
+        "weights": {"t0": 1.0, "t1": 1.0},
+        "outcome_weight": 0.0,
+        "surrogate": {"form": "clip"},
+        "mismatch": None,
+    }
     labels = {"t0": "max[domain=general]", "t1": "max[domain=code]"}
     tell({"opd": opd | {"labels": labels}, "failure": str(failure)})
     config, distill, data = actor(loss_agg_mode="token-mean"), distillation(mode, topk=batch.k), batch.data()

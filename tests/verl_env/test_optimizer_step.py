@@ -122,7 +122,14 @@ def scored(policy):
 
 @pytest.mark.parametrize("form", ["policy_gradient", "correction", "lumped_tail"])
 def test_distillation(folder, teacher, tell, form):
-    opd = {"max_advantage": 1.0, "rest": form, "weights": {"t0": 1.0}, "outcome_weight": 0.0}
+    opd = {
+        "max_advantage": 1.0,
+        "rest": form,
+        "weights": {"t0": 1.0},
+        "outcome_weight": 0.0,
+        "surrogate": {"form": "clip"},
+        "mismatch": None,
+    }
     tell({"schedule": SCHEDULE, "opd": opd})
     mode = "opdctl_policy_gradient" if form == "policy_gradient" else "opdctl_reverse_kl_topk"
     config = actor(loss_agg_mode="seq-mean-token-mean")

@@ -304,15 +304,9 @@ def plugin_settings(spec: StageSpec) -> Mapping[str, Any]:
         "schedule": _schedule(spec),
     }
     if spec.kind == "rlvr":
-        settings = RlvrSettings.model_validate(spec.config)
-        found["reward"] = _reward(settings, settings.unfinished_reward, settings.overlong, settings.effort)
-        found["max_advantage"] = settings.max_advantage
-        found["policy_loss"] = {
-            "surrogate": settings.surrogate.model_dump(mode="json"),
-            "mismatch": settings.mismatch.model_dump(mode="json") if settings.mismatch else None,
-        }
+        found |= rl_settings(spec)
     if spec.kind == "opd":
-        found |= _opd_settings(spec)
+        found |= opd_settings(spec)
     return found
 
 
@@ -326,7 +320,19 @@ def _schedule(spec: StageSpec) -> dict[str, Any]:
     }
 
 
-def _opd_settings(spec: StageSpec) -> dict[str, Any]:
+def rl_settings(spec: StageSpec) -> dict[str, Any]:
+    settings = RlvrSettings.model_validate(spec.config)
+    return {
+        "reward": _reward(settings, settings.unfinished_reward, settings.overlong, settings.effort),
+        "max_advantage": settings.max_advantage,
+        "policy_loss": {
+            "surrogate": settings.surrogate.model_dump(mode="json"),
+            "mismatch": settings.mismatch.model_dump(mode="json") if settings.mismatch else None,
+        },
+    }
+
+
+def opd_settings(spec: StageSpec) -> dict[str, Any]:
     settings = OpdSettings.model_validate(spec.config)
     form = settings.loss.model_dump(mode="json")
     return {

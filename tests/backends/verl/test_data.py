@@ -94,7 +94,7 @@ def test_prompts_are_the_engines_split_into_its_optimizer_steps(rlvr):
     for step in (0, 3):  # 3 optimizer steps a rollout batch
         dealt = mixer_of(spec, "rlvr").rows(2 * step, 6)
         numbers = [0] * (6 * 4)
-        splits = Experience(numbers, numbers, numbers, numbers, group_size=4).split(3, spec, step)
+        splits = Experience(*[numbers] * 5, group_size=4).split(3, spec, step)
         wanted += [dealt[split[at] // 4].prompt.text for split in splits for at in (0, 4)]
     assert [row["prompt"] for row in rows] == [[{"role": "user", "content": text}] for text in wanted]
     assert [row["extra_info"]["index"] for row in rows] == list(range(12))
