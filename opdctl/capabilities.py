@@ -14,6 +14,7 @@ from opdctl.settings import (
     FileTask,
     ForwardKlOpd,
     FullVocabOpd,
+    Grader,
     JsdOpd,
     MergeStage,
     MiniLlmOpd,
@@ -25,6 +26,7 @@ from opdctl.settings import (
     PipelineSettings,
     PolicyGradientOpd,
     RlvrSettings,
+    RlvrStage,
     SampleStage,
     SelectStage,
     SequenceMask,
@@ -49,8 +51,18 @@ def missing(settings: AnyStage, inputs: Sequence[Input], pipeline: PipelineSetti
             yield "backend", f"vllm generates only: kind {settings.kind} needs backend: embedded or verl"
     if not isinstance(settings, MergeStage | SelectStage):
         yield from _images(settings, {name: pipeline.tasks.get(name) for name in settings.config.data.tasks})
+    if isinstance(settings, RlvrStage | EvalStage) and settings.config.grader is not None:
+        yield from _grader(settings.config.grader, settings.backend)
     if settings.verl and settings.backend != "verl":
         yield "verl", f"raw overrides are for backend: verl, and this stage has backend: {settings.backend}"
+
+
+def _grader(grader: Grader, backend: str) -> Iterator[Problem]:
+    if backend == "verl":
+        yield "config.grader", "opdctl gives verl rules as rewards: backend: embedded asks a generative reward model"
+    if backend == "vllm" and grader.by != "endpoint":
+        why = "vLLM is loaded for the models and the lengths that are evaluated"
+        yield "config.grader.by", f"{grader.by}: {why}: take by: endpoint, or backend: embedded"
 
 
 def _images(settings: AnyStage, tasks: Mapping[str, AnyTask | None]) -> Iterator[Problem]:

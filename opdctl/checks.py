@@ -12,6 +12,10 @@ from opdctl.settings import (
     ChainTask,
     EvalSettings,
     EvalStage,
+    FactsTask,
+    FuseTask,
+    Grader,
+    GradeTask,
     Mixture,
     NewModel,
     OpdSettings,
@@ -46,6 +50,8 @@ def check_stage(settings: AnyStage, inputs: Sequence[Input], pipeline: PipelineS
         yield from check_losses(config)
     if isinstance(config, EvalSettings):
         yield from _eval(config, inputs, pipeline)
+    if isinstance(config, RlvrSettings | EvalSettings) and config.grader is not None:
+        yield from _grader(config.grader, config)
     if isinstance(config, MergeSettings):
         yield from _merge(config, inputs)
     if isinstance(config, SampleSettings) and config.per_prompt > config.rollout.group_size:
@@ -68,10 +74,16 @@ def _data(settings: AnyStage, pipeline: PipelineSettings) -> Iterator[Problem]:
         yield from _effort("config.data.efforts", effort, pipeline)
         for name in dict.fromkeys(data.tasks):
             task = pipeline.tasks.get(name)
+            key = f"tasks.{name}"
+            if isinstance(task, FactsTask):
+                text = f"{key}: facts are asked for without an effort: give them a stage of their own, without efforts"
+                yield "config.data.efforts", text
+            if isinstance(task, GradeTask | FuseTask):
+                key, task = f"{key}.chain", task.chain
             if isinstance(task, ChainTask) and effort not in task.strides:
-                yield "config.data.efforts", f"tasks.{name}.strides has none for effort '{effort}'"
+                yield "config.data.efforts", f"{key}.strides has none for effort '{effort}'"
             elif isinstance(task, ChainTask) and task.links % task.strides[effort]:
-                text = f"tasks.{name}.strides.{effort}: {task.strides[effort]} does not divide links = {task.links}"
+                text = f"{key}.strides.{effort}: {task.strides[effort]} does not divide links = {task.links}"
                 yield "config.data.efforts", text
 
 
@@ -137,6 +149,15 @@ def _rlvr(config: RlvrSettings, pipeline: PipelineSettings) -> Iterator[Problem]
         yield "config.rollout.group_size", "1, but an advantage compares the completions of a group: give 2 or more"
     if config.effort is not None:
         yield from _budget("config.effort.budget", config.effort.budget, pipeline)
+
+
+def _grader(grader: Grader, config: RlvrSettings | EvalSettings) -> Iterator[Problem]:
+    for name in dict.fromkeys(grader.tasks):
+        if name not in config.data.tasks:
+            hint = near_miss(name, config.data.tasks, "config.data.tasks")
+            yield "config.grader.tasks", f"the stage reads no task '{name}'" + hint
+    if grader.mode == "pairwise" and isinstance(config, EvalSettings) and config.rollout.group_size < 2:
+        yield "config.grader.mode", "pairwise compares the completions of a group: give rollout.group_size 2 or more"
 
 
 def _merge(config: MergeSettings, inputs: Sequence[Input]) -> Iterator[Problem]:

@@ -85,6 +85,10 @@ def check_roles(settings: AnyStage, inputs: Sequence[Input]) -> Iterator[Problem
             required = {"report": "", "models": ""}
         case _:
             required["init"] = ""
+    if isinstance(config, RlvrSettings | EvalSettings):
+        grader = config.grader
+        why = f"config.grader.by is {grader.by}" if grader else "config.grader is not set"
+        (required if grader and grader.by == "model" else useless)["grader"] = why
     for role, why in required.items():
         if role not in roles:
             yield f"inputs.{role}", "required, and not set" + (f": {why}" if why else "")

@@ -11,6 +11,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
+from opdctl.console.agreement import agreement_view, has_agreement
 from opdctl.console.live import short_name
 
 Report = Mapping[str, Any]
@@ -29,7 +30,7 @@ class FusionTable:
         first = self.tables[0]
         wide = options.max_width >= WIDE
         table = _grid(
-            ["cell", "before", "teacher", *(_heading(part["model"]) for part in self.tables)], 2 if wide else 1
+            ["cell", "before", "teacher", *(heading(part["model"]) for part in self.tables)], 2 if wide else 1
         )
         for rows in zip(*([*part["rows"], part["mean"]] for part in self.tables), strict=True):
             cells = [_percent(rows[0]["before"]["value"]), _percent(rows[0]["teacher"]["value"])]
@@ -52,7 +53,7 @@ def _grid(titles: Sequence[str], gap: int = 2) -> Table:
     return table
 
 
-def _heading(model: str) -> str:
+def heading(model: str) -> str:
     """`mopd[loss=policy_gradient]` -> `policy_` over `gradient`: the axis value, broken where it may be."""
     short = short_name(model).partition("[")[2].rstrip("]") or model
     return short.replace("_", "_\n", 1) if len(short) > 13 else short
@@ -72,16 +73,18 @@ def _percent(value: float) -> str:
 
 
 def report_view(stage: str, report: Report) -> RenderableType:
-    """The fusion tables where the stage has before, teachers and after; else a line a model. Then lengths."""
+    """The fusion tables where the stage has before, teachers and after, and lengths; else a line a model. Then what a
+    grader made of them."""
     fusion = report["fusion"]
     counts = f"{len(report['models'])} models, {len(report['cells'])} cells"
     parts: list[RenderableType] = [Text.assemble((stage, "bold"), f": {counts}"), ""]
+    graded = ["", agreement_view(report)] if has_agreement(report) else []
     if not fusion:
-        return Group(*parts, _models_table(report["models"]))
+        return Group(*parts, _models_table(report["models"]), *graded)
     for metric in TITLES:
         if tables := [table for table in fusion if table["metric"] == metric]:
             parts += [FusionTable(tables, report["normalised_score"]), ""]
-    return Group(*parts, Text("mean length, tokens", style="bold"), _lengths_table(report, fusion))
+    return Group(*parts, Text("mean length, tokens", style="bold"), _lengths_table(report, fusion), *graded)
 
 
 def _models_table(models: Mapping[str, Mapping[str, Report]]) -> RenderableType:
@@ -113,7 +116,7 @@ def _lengths_table(report: Report, fusion: Sequence[Report]) -> RenderableType:
     levels: dict[str, list[str]] = {}  # cells are TASK.EFFORT, or TASK alone
     for cell in report["cells"]:
         levels.setdefault(cell.rpartition(".")[2] if "." in cell else "all", []).append(cell)
-    table = _grid(["effort", "before", "teacher", *map(_heading, after)])
+    table = _grid(["effort", "before", "teacher", *map(heading, after)])
     for level, cells in levels.items():
         columns = [[models[before][cell] for cell in cells], [models[teacher[cell]][cell] for cell in cells]]
         columns += [[models[model][cell] for cell in cells] for model in after]

@@ -12,6 +12,7 @@ from typing import Any
 from opdctl.backends.contract import Control, InputSpec, StageResult, StageSpec, Stopped
 from opdctl.engine.advantages import over_budget
 from opdctl.engine.effort import BudgetEstimator
+from opdctl.engine.grader import Agreement, Graded, open_grader
 from opdctl.engine.loop import Metrics, completions_per_call, open_policy, open_tasks, role
 from opdctl.engine.recovery import damaged, write_whole
 from opdctl.engine.rows import Mixer, Renderer, Row, judge, roll, stream_seed
@@ -28,6 +29,7 @@ class CellScore:
 
     counts: CellCounts
     pass_k: dict[str, float]  # k -> unbiased estimate, mean over prompts
+    agreement: Agreement | None = None  # of the settings' grader with the verifier, where it grades the task
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ def run(spec: StageSpec, control: Control, opener: Opener | None = None) -> Stag
     `opener` opens a model for as long as it is asked; absent: in this process. One is open at a time.
     """
     settings = EvalSettings.model_validate(spec.config)
-    models = [given for given in spec.inputs if given.role != "budget"]
+    models = [given for given in spec.inputs if given.role not in ("budget", "grader")]
     examiner = _Examiner(spec, settings, models, opener or in_this_process(spec, settings.rollout))
     scores: dict[str, dict[str, CellScore]] = {}
     for number, model in enumerate(models):
@@ -92,16 +94,27 @@ class _Examiner:
         budgets = self.budgets  # before the model is opened: they may take another one
         with self.opener(model) as candidate:
             completions, finished = self._answers(candidate)
+            texts = candidate.renderer.texts(completions)
+            graded = self._graded(candidate, texts)
         size = len(completions) // len(self.cells)
+        scores: dict[str, CellScore] = {}
+        for cell, name in enumerate(self.cells):
+            own = slice(cell * size, (cell + 1) * size)
+            lengths = [len(completion) for completion in completions[own]]
+            b0 = budgets[cell] if budgets else None
+            scores[name] = self._count(cell, texts[own], lengths, finished[own], b0, graded.get(cell))
+        return scores
+
+    def _graded(self, candidate: Candidate, texts: list[str]) -> dict[int, Graded]:
+        """What the settings' grader makes of the completions, by the cell; only of its tasks."""
+        if self.settings.grader is None:
+            return {}
+        grader = open_grader(self.spec, self.settings.grader, self.tasks, candidate.generate, candidate.renderer)
+        size, group = len(texts) // len(self.cells), self.settings.rollout.group_size
         return {
-            name: self._count(
-                cell,
-                candidate.renderer.texts(completions[cell * size : (cell + 1) * size]),
-                [len(completion) for completion in completions[cell * size : (cell + 1) * size]],
-                finished[cell * size : (cell + 1) * size],
-                budgets[cell] if budgets else None,
-            )
-            for cell, name in enumerate(self.cells)
+            cell: grader.grade(self.rows[cell], texts[cell * size : (cell + 1) * size], group)
+            for cell, (task, _) in enumerate(self.mixer.cells)
+            if task in self.settings.grader.tasks
         }
 
     @cached_property
@@ -161,7 +174,13 @@ class _Examiner:
         return completions, finished
 
     def _count(
-        self, cell: int, texts: list[str], lengths: list[int], finished: list[bool], b0: list[float] | None
+        self,
+        cell: int,
+        texts: list[str],
+        lengths: list[int],
+        finished: list[bool],
+        b0: list[float] | None,
+        graded: Graded | None,
     ) -> CellScore:
         size, (_, effort) = self.settings.rollout.group_size, self.mixer.cells[cell]
         verdicts = judge(self.tasks, self.rows[cell], texts, size)
@@ -182,7 +201,7 @@ class _Examiner:
         )
         solved = [sum(correct[at : at + size]) for at in range(0, len(correct), size)]
         pass_k = {str(k): sum(pass_at_k(size, c, k) for c in solved) / len(solved) for k in self.settings.pass_k}
-        return CellScore(counts, pass_k)
+        return CellScore(counts, pass_k, graded.agreement(correct) if graded else None)
 
 
 def cell_name(task: str, effort: str | None) -> str:
@@ -192,9 +211,13 @@ def cell_name(task: str, effort: str | None) -> str:
 def _read(path: Path, cells: Sequence[str]) -> dict[str, CellScore]:
     try:
         stored = json.loads(path.read_text())
-        return {name: CellScore(CellCounts(**stored[name]["counts"]), stored[name]["pass_k"]) for name in cells}
+        return {name: _score(**stored[name]) for name in cells}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise damaged(path, error) from error
+
+
+def _score(counts: dict[str, Any], pass_k: dict[str, float], agreement: dict[str, Any] | None) -> CellScore:
+    return CellScore(CellCounts(**counts), pass_k, Agreement(**agreement) if agreement else None)
 
 
 def _means(scores: Mapping[str, CellScore]) -> Metrics:
@@ -229,6 +252,8 @@ def _report(
         for name, score in of.items():
             metrics[f"{label}/{name}/accuracy"] = score.counts.correct / score.counts.n
             metrics[f"{label}/{name}/length"] = score.counts.mean_length
+            if score.agreement is not None and score.agreement.told:
+                metrics[f"{label}/{name}/agreement"] = score.agreement.agree / score.agreement.told
     tables = _fusion(spec, settings, scores)
     normalised = {
         f"{table.model}/{table.metric}": value for table in tables if (value := _normalised(table)) is not None
@@ -237,7 +262,7 @@ def _report(
     report = {
         "cells": cells,
         "confidence": settings.confidence,
-        "roles": {given.label: given.role for given in spec.inputs if given.role != "budget"},
+        "roles": {given.label: given.role for given in spec.inputs if given.role not in ("budget", "grader")},
         "models": described,
         "means": {label: _means(of) for label, of in scores.items()},
         "fusion": [table.as_json() for table in tables],
@@ -257,6 +282,21 @@ def _describe(score: CellScore, confidence: float) -> dict[str, Any]:
         "length_mean": counts.mean_length,
         "truncation_rate": counts.truncation_rate,
         "pass_k": score.pass_k,
+        "grader": score.agreement and _describe_agreement(score.agreement, confidence),
+    }
+
+
+def _describe_agreement(counts: Agreement, confidence: float) -> dict[str, Any]:
+    """Counts, and with intervals the share of agreement, of wrong answers accepted, of right ones rejected."""
+
+    def rate(part: int, whole: int) -> dict[str, float] | None:
+        return asdict(wilson_interval(part, whole, confidence)) if whole else None
+
+    return {
+        **asdict(counts),
+        "agreement": rate(counts.agree, counts.told),
+        "false_accept_rate": rate(counts.false_accepts, counts.wrong),
+        "false_reject_rate": rate(counts.false_rejects, counts.right),
     }
 
 

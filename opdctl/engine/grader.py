@@ -55,10 +55,16 @@ class Agreement:
     false_accepts: int  # of `wrong`
     verdicts: int  # all of them
     unparsed: int
+    score: float  # mean reward
+
+    @property
+    def told(self) -> int:
+        """Verdicts that the rule has one of its own beside."""
+        return self.right + self.wrong
 
     @property
     def agree(self) -> int:
-        return self.right + self.wrong - self.false_rejects - self.false_accepts
+        return self.told - self.false_rejects - self.false_accepts
 
 
 @dataclass(frozen=True)
@@ -74,15 +80,16 @@ class Graded:
         right = [v.accepted for v in told if correct[v.first]]
         wrong = [v.accepted for v in told if not correct[v.first]]
         unparsed = sum(v.score is None for v in judged)
-        return Agreement(len(right), len(wrong), right.count(False), wrong.count(True), len(judged), unparsed)
+        score = sum(self.rewards.values()) / max(1, len(self.rewards))
+        return Agreement(len(right), len(wrong), right.count(False), wrong.count(True), len(judged), unparsed, score)
 
     def metrics(self, correct: Sequence[bool]) -> dict[str, float]:
         """grader_score and unparsed are means over what was graded, 0 where nothing was; agreement is with the rule."""
         counts = self.agreement(correct)
         return {
-            "grader_score": sum(self.rewards.values()) / max(1, len(self.rewards)),
+            "grader_score": counts.score,
             "unparsed": counts.unparsed / max(1, counts.verdicts),
-            "agreement": counts.agree / max(1, counts.right + counts.wrong),
+            "agreement": counts.agree / max(1, counts.told),
         }
 
 

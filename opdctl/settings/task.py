@@ -26,6 +26,7 @@ class GradeTask(Settings):
 
     task: Literal["grade"]
     chain: ChainTask  # the problems, and the sloppy writer whose answers are graded
+    steps: bool = True  # demonstrations judge every word before they give the verdict
 
 
 class FuseTask(Settings):

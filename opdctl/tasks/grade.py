@@ -1,8 +1,12 @@
 """Grading as a task: is this answer to a chain right?
 
 A prompt reads `<grade> <math> +1 *2 =0 ... <max> 3 : 4 1 0 ...`: a chain's own prompt, and an answer that its sloppy
-writer gave; what is wanted is `yes` or `no`. A model that has learnt this is a generative reward model for the
-chain's answers (`Grader` with mode rubric and the template `<grade> {prompt} : {completion}`).
+writer gave; the verdict is `yes` or `no`. A model that has learnt this is a generative reward model for the chain's
+answers (`Grader` with mode rubric and the template `<grade> {prompt} : {completion}`).
+
+With `steps` a demonstration goes through the answer word by word, `yes yes no no yes no no no`: is it right so far?
+Its last word is the verdict. Without, the verdict is all of it: a judge that thinks, and one that does not. Only the
+last word of a completion is judged.
 
 Only problems are asked that the writer got right and wrong within TRIES attempts, and a fair coin picks the one that
 is shown: half of the labels are `yes`, and the problem alone says nothing about its label.
@@ -26,10 +30,11 @@ YES, NO = "yes", "no"
 
 
 class GradeStream:
-    """The task of one chain. `Prompt.answer` is `yes` or `no`."""
+    """The task of one chain. `Prompt.answer` is whether the shown answer is right after each of its words, in turn."""
 
     def __init__(self, name: str, settings: GradeTask, efforts: EffortSettings | None) -> None:
         self.name = name
+        self.steps = settings.steps
         self.chain = ChainStream(name, settings.chain, efforts)
         self._groups = first_group(name)
         self._block = lru_cache(maxsize=16)(self._draw)
@@ -45,14 +50,16 @@ class GradeStream:
         rows = range(start, start + count)
         places: list[tuple[int, str | None]] = [in_effort(i, efforts) if efforts else (i, None) for i in rows]
         shown = [self.prompts("train", seed, at, 1, effort)[0] for at, effort in places]
-        return [Demonstration(prompt, prompt.answer) for prompt in shown]
+        return [Demonstration(prompt, self.reference(prompt)) for prompt in shown]
 
     def verify(self, prompt: Prompt, completion: str) -> Verdict:
-        correct = completion.strip() == prompt.answer
-        return Verdict(correct, float(correct), {"reason": "" if correct else f"the verdict is {prompt.answer!r}"})
+        right = YES if prompt.answer[-1] else NO
+        correct = completion.split()[-1:] == [right]
+        return Verdict(correct, float(correct), {"reason": "" if correct else f"the verdict is {right!r}"})
 
     def reference(self, prompt: Prompt) -> str:
-        return str(prompt.answer)
+        marks = prompt.answer if self.steps else prompt.answer[-1:]
+        return " ".join([YES if mark else NO for mark in marks])
 
     def _draw(self, split: Split, seed: int, block: int, effort: str | None) -> list[Prompt]:
         words = [seed % 2**64, STREAMS[split], zlib.crc32(self.name.encode()), block]
@@ -66,7 +73,7 @@ class GradeStream:
                 judged = self._both(problem, answers)
                 if len(judged) == 2:
                     group = self._groups + block * BLOCK + len(rows)
-                    rows.append(asked_about(problem, judged[wanted], YES if wanted else NO, group))
+                    rows.append(self._about(problem, judged[wanted], group))
             if len(rows) >= BLOCK:
                 return rows[:BLOCK]
         raise ConfigError(
@@ -83,11 +90,10 @@ class GradeStream:
                 break
         return found
 
-
-def asked_about(problem: Prompt, answer: str, label: str, group: int) -> Prompt:
-    """Whether `answer` is right, as a prompt."""
-    text = f"{TOKEN} {problem.text} {COLON} {answer}"
-    return Prompt(text, label, problem.columns, in_the_place(problem, text), group)
+    def _about(self, problem: Prompt, answer: str, group: int) -> Prompt:
+        text = f"{TOKEN} {problem.text} {COLON} {answer}"
+        marks = self.chain.right_so_far(problem, answer.split())
+        return Prompt(text, marks, problem.columns, in_the_place(problem, text), group)
 
 
 def in_the_place(problem: Prompt, text: str) -> list[dict[str, str]]:
