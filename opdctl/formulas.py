@@ -1,22 +1,29 @@
 """What a stage minimises, in words for `opdctl plan`: formula, KL direction, support, clip, aggregation. Of a merge,
 how it computes.
 
-The computations are in `opdctl/engine/losses.py`, `vocab.py`, `advantages.py` and `merge_methods.py`.
+The computations are in `opdctl/engine/losses.py`, `vocab.py`, `divergences.py`, `advantages.py`, `opd_advantages.py`,
+and `merge_methods.py`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from opdctl.settings import (
     CispoSurrogate,
     ClippedSurrogate,
     Dis,
     EffortBudget,
+    ForwardKlOpd,
     FullVocabOpd,
     IcePop,
+    JsdOpd,
     LogRatioClip,
+    MiniLlmOpd,
     Mismatch,
+    OpdLoss,
     OpdSettings,
     Opsm,
+    OverlapOpd,
     PolicyGradientOpd,
     Reinforce,
     RlvrSettings,
@@ -118,27 +125,76 @@ def _mismatch(rule: Mismatch | None) -> str:
             return f"w = 1 if {low:g} <= {mean} <= {high:g} else 0, {k}"
 
 
-def describe_opd(settings: OpdSettings) -> str:
-    """Two lines of plain text."""
-    loss = settings.loss
-    if isinstance(loss, PolicyGradientOpd):
-        assert isinstance(loss.surrogate, ClippedSurrogate)
-        support = "sampled token"
-        formula = (
-            f"-min(r A, clip(r, {1 - loss.surrogate.low:g}, {1 + loss.surrogate.high:g}) A), r = pi/pi_old, "
-            f"A = clip(log(pi_T/pi), -{loss.max_advantage:g}, {loss.max_advantage:g})"
+def describe_opd(settings: OpdSettings, weights: Mapping[str, float] = MappingProxyType({})) -> str:
+    """Two or three lines of plain text. `weights`: of the teachers, by label."""
+    formula, distance, support = _divergence(settings.loss)
+    sampler = "the student's rollouts" if settings.sampled_by == "student" else "its teacher's rollouts (off-policy)"
+    lines = [
+        f"{formula}; {_AGGREGATION[settings.aggregation]}",
+        f"{distance} on {sampler}, support: {support}; teacher by {', '.join(settings.route_by)}",
+    ]
+    extras = []
+    if any(weight != 1 for weight in weights.values()):
+        extras.append("times w: " + ", ".join(f"{weight:g} {label}" for label, weight in weights.items()))
+    if settings.balance:
+        extras.append("as many wrong as right completions")
+    if settings.extrapolation is not None:
+        steps, scales = (
+            ", ".join(f"{x:g}" for x in given)
+            for given in (settings.extrapolation.steps, settings.extrapolation.scales)
         )
-    elif isinstance(loss, FullVocabOpd):
-        support, formula = "whole vocabulary", "sum_v pi log(pi/pi_T)"
-    else:
-        assert isinstance(loss, TopKOpd)
-        rest = "sum_S (pi_T - pi)" if loss.rest == "correction" else "P log(P/P_T), P = 1 - sum_S pi"
-        support, formula = f"teacher's top {loss.k} (S)", f"sum_S pi log(pi/pi_T) + {rest}"
-    return (
-        f"{formula}; {_AGGREGATION[settings.aggregation]}\n"
-        f"reverse KL(pi || pi_T) on the student's rollouts, support: {support}; "
-        f"teacher by {', '.join(settings.route_by)}"
-    )
+        extras.append(
+            f"after steps {steps} the update since the last of them is stretched by {scales} while "
+            f"{settings.extrapolation.prompts} held-out prompts are answered no worse"
+        )
+    return "\n".join([*lines, *(["; ".join(extras)] if extras else [])])
+
+
+def _divergence(loss: OpdLoss) -> tuple[str, str, str]:
+    """Formula, what is measured between student and teacher, on which tokens of the vocabulary."""
+    reverse = "reverse KL(pi || pi_T)"
+    match loss:
+        case PolicyGradientOpd():
+            policy = describe_policy(loss.surrogate, loss.mismatch)
+            target = "" if loss.teacher_scale == 1 else f", pi_T: pi_ref (pi_T/pi_ref)^{loss.teacher_scale:g}"
+            return f"{policy}, A = {_opd_advantage(loss)}{target}", reverse, "sampled token"
+        case TopKOpd(k=k, rest=rest):
+            remainder = "sum_S (pi_T - pi)" if rest == "correction" else "P log(P/P_T), P = 1 - sum_S pi"
+            return f"sum_S pi log(pi/pi_T) + {remainder}", reverse, f"teacher's top {k} (S)"
+        case OverlapOpd(k=k):
+            formula = "-A log pi, A = sum_S pi log(pi_T/pi) / sum_S pi, 0 where S is empty"
+            return (
+                formula,
+                "overlap advantage (not the gradient of a KL)",
+                f"top {k} of both (S), and the sampled token",
+            )
+        case FullVocabOpd():
+            return "sum_v pi log(pi/pi_T)", reverse, "whole vocabulary"
+        case ForwardKlOpd():
+            return "sum_v pi_T log(pi_T/pi)", "forward KL(pi_T || pi)", "whole vocabulary"
+        case JsdOpd(beta=b):
+            formula = f"{b:g} KL(pi_T || m) + {1 - b:g} KL(pi || m), m = {b:g} pi_T + {1 - b:g} pi"
+            return formula, f"generalised JSD({b:g}) of pi_T and pi", "whole vocabulary"
+        case MiniLlmOpd(discount=0):
+            return "sum_v pi log(pi/pi_T)", f"{reverse} of the single step", "whole vocabulary"
+        case MiniLlmOpd(discount=d):
+            mean = f"A = sum_(j>t) {d:g}^(j-t) log(pi_T/pi)_j / sum_(j>t) {d:g}^(j-t)"
+            return f"sum_v pi log(pi/pi_T) - A log pi, {mean}", reverse, "whole vocabulary, and later sampled tokens"
+
+
+def _opd_advantage(loss: PolicyGradientOpd) -> str:
+    """A of the sampled token."""
+    ratio = "log(pi_T/pi)"
+    if loss.max_advantage is not None:
+        ratio = f"clip({ratio}, -{loss.max_advantage:g}, {loss.max_advantage:g})"
+    if loss.discount:
+        ratio = f"sum_(j>=t) {loss.discount:g}^(j-t) {ratio}_j"
+    terms = [ratio]
+    if loss.outcome_weight:
+        terms.append(f"{loss.outcome_weight:g} x [{_ADVANTAGE[loss.outcome_advantage]}]")
+    if loss.margin is not None:
+        terms.append(f"a shift that keeps right {loss.margin.margin:g} above wrong")
+    return " + ".join(terms)
 
 
 def describe_merge(settings: MergeSettings, weights: Sequence[float]) -> str:

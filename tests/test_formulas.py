@@ -10,6 +10,7 @@ from opdctl.settings.merge import MergeSettings
 DATA = {"tasks": ["math"]}
 ROLLOUT = {"prompts": 8, "group_size": 4, "max_prompt_tokens": 32, "max_completion_tokens": 24}
 TRAIN = {"max_steps": 10, "global_batch_size": 8, "optimizer": {"lr": 1e-3}}
+REVERSE = "reverse KL(pi || pi_T)"
 COMMON = {"data": DATA, "rollout": ROLLOUT, "train": TRAIN}
 
 
@@ -55,19 +56,82 @@ def test_rlvr_shows_what_changes_its_rewards_and_groups():
 
 
 @pytest.mark.parametrize(
-    ("loss", "formula", "support"),
+    ("loss", "formula", "distance", "support"),
     [
-        ({"form": "policy_gradient", "max_advantage": 5}, "A = clip(log(pi_T/pi), -5, 5)", "sampled token"),
-        ({"form": "topk", "k": 8}, "sum_S pi log(pi/pi_T) + sum_S (pi_T - pi)", "teacher's top 8"),
-        ({"form": "topk", "k": 8, "rest": "lumped_tail"}, "+ P log(P/P_T), P = 1 - sum_S pi", "teacher's top 8"),
-        ({"form": "full_vocab"}, "sum_v pi log(pi/pi_T)", "whole vocabulary"),
+        ({"form": "policy_gradient", "max_advantage": 5}, "A = clip(log(pi_T/pi), -5, 5)", REVERSE, "sampled token"),
+        ({"form": "policy_gradient", "max_advantage": None}, "A = log(pi_T/pi);", REVERSE, "sampled token"),
+        ({"form": "topk", "k": 8}, "sum_S pi log(pi/pi_T) + sum_S (pi_T - pi)", REVERSE, "teacher's top 8"),
+        (
+            {"form": "topk", "k": 8, "rest": "lumped_tail"},
+            "+ P log(P/P_T), P = 1 - sum_S pi",
+            REVERSE,
+            "teacher's top 8",
+        ),
+        ({"form": "full_vocab"}, "sum_v pi log(pi/pi_T)", REVERSE, "whole vocabulary"),
+        ({"form": "forward_kl"}, "sum_v pi_T log(pi_T/pi)", "forward KL(pi_T || pi)", "whole vocabulary"),
+        (
+            {"form": "jsd", "beta": 0.25},
+            "0.25 KL(pi_T || m) + 0.75 KL(pi || m), m = 0.25 pi_T + 0.75 pi",
+            "generalised JSD(0.25) of pi_T and pi",
+            "whole vocabulary",
+        ),
+        (
+            {"form": "minillm", "discount": 0},
+            "sum_v pi log(pi/pi_T);",
+            f"{REVERSE} of the single step",
+            "whole vocabul",
+        ),
+        (
+            {"form": "minillm", "discount": 0.9},
+            "- A log pi, A = sum_(j>t) 0.9^(j-t) log(pi_T/pi)_j /",
+            REVERSE,
+            "whole voc",
+        ),
+        (
+            {"form": "overlap", "k": 8},
+            "-A log pi, A = sum_S pi log(pi_T/pi) / sum_S pi",
+            "overlap advantage (not the gradient of a KL)",
+            "top 8 of both (S)",
+        ),
     ],
 )
-def test_opd_shows_its_formula_direction_support_and_routing(loss, formula, support):
+def test_opd_shows_its_formula_direction_support_and_routing(loss, formula, distance, support):
     text = opd(loss)
     assert formula in text
-    assert f"reverse KL(pi || pi_T) on the student's rollouts, support: {support}" in text
+    assert f"{distance} on the student's rollouts, support: {support}" in text
     assert text.endswith("teacher by domain, effort")
+
+
+def test_opd_shows_what_makes_its_advantage():
+    loss = {"form": "policy_gradient", "max_advantage": 5, "discount": 0.5, "outcome_weight": 0.3}
+    assert (
+        "A = sum_(j>=t) 0.5^(j-t) clip(log(pi_T/pi), -5, 5)_j + 0.3 x [(r - mean(group)) / (std(group) + 1e-6)] + "
+        "a shift that keeps right 0.4 above wrong, pi_T: pi_ref (pi_T/pi_ref)^1.25;"
+    ) in opd(loss | {"margin": {"margin": 0.4}, "teacher_scale": 1.25})
+
+
+def test_opd_shows_surrogate_and_mismatch_rule():
+    rule = {"rule": "icepop", "low": 0.5, "high": 2.0, "policy": "current"}
+    loss = {"form": "policy_gradient", "max_advantage": 5, "surrogate": {"form": "reinforce"}, "mismatch": rule}
+    assert opd(loss).startswith("w [-A log pi], w = q if 0.5 <= q <= 2 else 0, q = pi/pi_infer, A = clip(")
+
+
+def test_opd_shows_who_samples_which_weights_and_what_is_left_out():
+    settings = OpdSettings.model_validate(
+        {
+            **COMMON,
+            "loss": {"form": "full_vocab"},
+            "route_by": ["domain"],
+            "sampled_by": "teacher",
+            "balance": True,
+            "extrapolation": {"steps": [1, 2], "scales": [2, 4], "prompts": 50},
+        }
+    )
+    text = describe_opd(settings, {"math": 2.0, "code": 1.0})
+    assert "on its teacher's rollouts (off-policy)" in text
+    assert "times w: 2 math, 1 code; as many wrong as right completions; after steps 1, 2 the update" in text
+    assert "stretched by 2, 4 while 50 held-out prompts" in text
+    assert "times w" not in describe_opd(settings, {"math": 1.0})
 
 
 def test_opd_shows_its_aggregation():
