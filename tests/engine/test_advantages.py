@@ -1,3 +1,4 @@
+import math
 import statistics
 
 import pytest
@@ -16,7 +17,8 @@ from opdctl.settings import Budget, EffortBudget
 
 torch.set_num_threads(1)
 
-REWARDS = [[1.0, 0.0, 0.0, 1.0], [0.5, -1.0, 2.0, 0.25], [0.1, 0.1, 0.1, 0.1]]
+REWARDS = [[1.0, 0.0, 0.0, 1.0], [0.5, -1.0, 2.0, 0.25], [0.1, 0.1, 0.1, 0.1], [0.1, 0.7, 0.1, 0.1]]
+BASELINES = ["mean", "mean_std", "leave_one_out", "leave_one_out_std"]
 
 
 def slow(group, how):
@@ -24,17 +26,24 @@ def slow(group, how):
         return [r - sum(group) / len(group) for r in group]
     if how == "leave_one_out":
         return [r - sum(group[:i] + group[i + 1 :]) / (len(group) - 1) for i, r in enumerate(group)]
+    if how == "leave_one_out_std":
+        rest = [group[:i] + group[i + 1 :] for i in range(len(group))]
+        stds = [statistics.pstdev(others) for others in rest]
+        return [
+            (r - statistics.fmean(others)) / (std + 1e-6 if std else 1)
+            for r, others, std in zip(group, rest, stds, strict=True)
+        ]
     return [(r - statistics.fmean(group)) / (statistics.stdev(group) + 1e-6) for r in group]
 
 
-@pytest.mark.parametrize("how", ["mean", "mean_std", "leave_one_out"])
+@pytest.mark.parametrize("how", BASELINES)
 def test_advantages_agree_with_a_loop_over_groups(how):
     found = group_advantages(torch.tensor(REWARDS, dtype=torch.float64), how)
     expected = torch.tensor([slow(group, how) for group in REWARDS], dtype=torch.float64)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("how", ["mean", "mean_std", "leave_one_out"])
+@pytest.mark.parametrize("how", BASELINES)
 @given(reward=strategies.floats(-100, 100, width=32), size=strategies.integers(2, 64))
 def test_a_tied_group_teaches_exactly_nothing(how, reward, size):
     rewards = torch.full((1, size), reward)
@@ -43,7 +52,13 @@ def test_a_tied_group_teaches_exactly_nothing(how, reward, size):
 
 
 def test_tied_groups_are_those_with_equal_rewards():
-    assert tied_groups(torch.tensor(REWARDS)).tolist() == [False, False, True]
+    assert tied_groups(torch.tensor(REWARDS)).tolist() == [False, False, True, False]
+
+
+def test_one_right_among_wrong_ones_is_not_divided_by_the_others_std_of_zero():
+    right, *wrong = group_advantages(torch.tensor([[1.0, 0.0, 0.0, 0.0]], dtype=torch.float64), "leave_one_out_std")[0]
+    assert right == 1.0
+    assert wrong == pytest.approx([-(1 / 3) / math.sqrt(2 / 9)] * 3, rel=1e-5)
 
 
 def test_a_group_of_one_has_no_baseline():
