@@ -5,6 +5,7 @@ Who samples what is in `opd_rollouts.py`, what a teacher's rows cost in `opd_los
 
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,8 +18,10 @@ from opdctl.engine.opd_loss import DistillLoss, Piece
 from opdctl.engine.opd_rollouts import Sampler, Scored, batch_of, by_teacher
 from opdctl.engine.policy import Policy
 from opdctl.engine.rows import stream_seed
+from opdctl.engine.streamed import Term, streamed
 from opdctl.engine.teacher_states import States, open_states
 from opdctl.engine.teachers import check_vocabularies
+from opdctl.engine.update_extrapolation import Extrapolation, held_out_accuracy
 from opdctl.settings import OpdSettings
 
 
@@ -35,12 +38,19 @@ def run(spec: StageSpec, control: Control) -> StageResult:
     try:
         sampler = Sampler(spec, settings, trainer, states)
         distiller = _Distiller(spec, settings, policy, states)
+        extrapolation: Extrapolation | None = None
+        if (given := settings.extrapolation) is not None:
+            extrapolation = Extrapolation(given, trainer, held_out_accuracy(settings, trainer, given.prompts))
 
         def iteration(step: int) -> Metrics:
             rows, metrics = sampler.collect(step)
-            parts = [trainer.update(distiller.losses(part)) for part in _split(rows, updates, spec.seed, step)]
+            parts: list[Metrics] = []
+            stretched: Metrics = {}
+            for part in _split(rows, updates, spec.seed, step):
+                parts.append(trainer.update(distiller.losses(part)))
+                stretched |= extrapolation.after_update() if extrapolation else {}
             learning = {name: mean(part[name] for part in parts) for name in parts[0]}
-            return {**metrics, **learning, **distiller.loss.metrics()}
+            return {**metrics, **learning, **stretched, **distiller.loss.metrics()}
 
         return trainer.fit(iteration, updates=updates)
     finally:
@@ -64,7 +74,9 @@ class _Distiller:
         self.settings, self.student, self.states = settings, student, states
         self.weights = [teacher.weight for teacher in role(spec, "teachers")]
         self.micro_batch_tokens = int(spec.resources["micro_batch_tokens"])
-        self.loss = DistillLoss(settings, student)
+        # many teachers' losses would each keep a gradient of the output matrix until the backward pass
+        self.streams = spec.resources["teacher_states"] == "cached"
+        self.loss = DistillLoss(settings)
 
     def losses(self, rows: SequenceOf[Scored]) -> Iterator[tuple[Tensor, TokenBatch]]:
         """Of one optimizer step; `rows` are ordered by teacher.
@@ -85,12 +97,40 @@ class _Distiller:
                 total_tokens=total_tokens,
                 total_sequences=len(rows),
             )
-            hidden_ND = self.student.hidden(batch)
-            losses, start = [], 0
-            for own in by_teacher(part):
-                end = start + sum(len(row.sequence.completion) for row in own)
-                states = self.states.get(own[0].teacher, [row.index for row in own], then=next(following))
-                tensors = hidden_ND[start:end], batch.targets_N[start:end], weights_N[start:end]
-                losses.append(self.weights[own[0].teacher] * self.loss(Piece(own, *tensors, *states)))
-                start = end
-            yield torch.stack(losses).sum(), batch
+            hidden_ND, head_VD = self.student.hidden(batch), self.student.head()
+            terms = self._terms(part, batch, weights_N, following)
+            if self.streams:
+                yield streamed(hidden_ND, head_VD, terms), batch
+            else:
+                yield torch.stack([term(hidden_ND[tokens], head_VD) for tokens, term in terms]).sum(), batch
+
+    def _terms(
+        self, part: list[Scored], batch: TokenBatch, weights_N: Tensor, following: Iterator[int | None]
+    ) -> Iterator[Term]:
+        """The loss of each teacher's rows in a micro-batch; `following` tells the teacher after each."""
+        start = 0
+        for own in by_teacher(part):
+            tokens = slice(start, start + sum(len(row.sequence.completion) for row in own))
+            # named nowhere, so that a teacher's output matrix is gone once its loss is
+            yield (
+                tokens,
+                partial(
+                    self._weighted,
+                    own,
+                    batch.targets_N[tokens],
+                    weights_N[tokens],
+                    self.states.get(own[0].teacher, [row.index for row in own], then=next(following)),
+                ),
+            )
+            start = tokens.stop
+
+    def _weighted(
+        self,
+        own: list[Scored],
+        targets_N: Tensor,
+        weights_N: Tensor,
+        states: tuple[Tensor, Tensor],
+        hidden_ND: Tensor,
+        head_VD: Tensor,
+    ) -> Tensor:
+        return self.weights[own[0].teacher] * self.loss(Piece(own, hidden_ND, head_VD, targets_N, weights_N, *states))

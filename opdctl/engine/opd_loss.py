@@ -16,7 +16,6 @@ from opdctl.engine.loop import Metrics
 from opdctl.engine.losses import opd_advantage, policy_loss
 from opdctl.engine.opd_advantages import discounted_sum, later_mean
 from opdctl.engine.opd_rollouts import Scored, target_logprobs
-from opdctl.engine.policy import Policy
 from opdctl.engine.vocab import distill_health, full_vocab_reverse_kl, teacher_topk, token_logprobs, topk_reverse_kl
 from opdctl.settings import (
     ForwardKlOpd,
@@ -36,6 +35,7 @@ class Piece:
 
     rows: SequenceOf[Scored]
     hidden_ND: Tensor
+    head_VD: Tensor
     targets_N: Tensor
     weights_N: Tensor
     teacher_hidden_NE: Tensor
@@ -49,13 +49,13 @@ class Piece:
 class DistillLoss:
     """The loss of a stage's form; notes what is to be watched."""
 
-    def __init__(self, settings: OpdSettings, student: Policy) -> None:
-        self.form, self.student, self.health_topk = settings.loss, student, settings.health_topk
+    def __init__(self, settings: OpdSettings) -> None:
+        self.form, self.health_topk = settings.loss, settings.health_topk
         self._noted: list[dict[str, Tensor]] = []
 
     def __call__(self, piece: Piece) -> Tensor:
         """sum_n weights_n loss_n over the tokens of the piece."""
-        pair = piece.hidden_ND, self.student.head(), piece.teacher_hidden_NE, piece.teacher_head_VE
+        pair = piece.hidden_ND, piece.head_VD, piece.teacher_hidden_NE, piece.teacher_head_VE
         weights_N, k = piece.weights_N, self.health_topk
         match self.form:
             case FullVocabOpd():
@@ -86,7 +86,7 @@ class DistillLoss:
         self, form: TopKOpd | OverlapOpd | PolicyGradientOpd, piece: Piece
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss of the forms that look at some tokens only, and what they note."""
-        student_head_VD, weights_N = self.student.head(), piece.weights_N
+        student_head_VD, weights_N = piece.head_VD, piece.weights_N
         if isinstance(form, TopKOpd):
             indices_NK, logprobs_NK = teacher_topk(piece.teacher_hidden_NE, piece.teacher_head_VE, form.k)
             loss, _ = topk_reverse_kl(
@@ -104,7 +104,7 @@ class DistillLoss:
 
     def _policy_gradient(self, form: PolicyGradientOpd, piece: Piece) -> tuple[Tensor, dict[str, Tensor]]:
         teacher_N = target_logprobs(piece.teacher_hidden_NE, piece.teacher_head_VE, piece.targets_N, piece.rows, form)
-        policy_N, _ = token_logprobs(piece.hidden_ND, self.student.head(), piece.targets_N)
+        policy_N, _ = token_logprobs(piece.hidden_ND, piece.head_VD, piece.targets_N)
         bound = form.max_advantage or math.inf
         advantages_N = opd_advantage(teacher_N, policy_N, bound)
         noted = {"clip_fraction": advantages_N.abs() >= bound}
@@ -127,6 +127,6 @@ class DistillLoss:
     def _long_term(self, piece: Piece, discount: float) -> Tensor:
         """MiniLLM: -sum_n weights_n A_n log p(y_n), A the normalised discounted sum of the later log-ratios."""
         teacher_N, _ = token_logprobs(piece.teacher_hidden_NE, piece.teacher_head_VE, piece.targets_N)
-        policy_N, _ = token_logprobs(piece.hidden_ND, self.student.head(), piece.targets_N)
+        policy_N, _ = token_logprobs(piece.hidden_ND, piece.head_VD, piece.targets_N)
         advantages_N = later_mean((teacher_N - policy_N).detach(), piece.lengths, discount)
         return -(advantages_N * policy_N * piece.weights_N).sum()

@@ -35,6 +35,7 @@ class _Streamed(torch.autograd.Function):
             grad_ND[tokens], grad_VD = torch.autograd.grad(loss, (part_ND, part_VD))
             sum_VD += grad_VD
             total += loss.detach()
+            del term, loss  # and all that they have read
         ctx.save_for_backward(grad_ND, sum_VD.to(head_VD.dtype))
         return total
 
