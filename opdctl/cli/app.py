@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from opdctl.cli import carry_out, inspect, logs, surroundings
+from opdctl.cli import carry_out, compare, inspect, logs, surroundings
 from opdctl.cli.options import Invocation
 
 app = typer.Typer(
@@ -53,6 +53,7 @@ for _command in (
     logs.logs,
     inspect.lineage,
     inspect.runs,
+    compare.compare,
     surroundings.init,
     surroundings.export,
     surroundings.ui,

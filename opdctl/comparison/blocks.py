@@ -118,6 +118,8 @@ def compare(runs: Sequence[RunDir]) -> Comparison:
             groups.append([exam]) if home is None else home.append(exam)
     blocks = [_block(group, notes) for group in groups]
     notes += [*_unlike(groups), *map(_interval, blocks)]
+    if any(_undefined(block) for block in blocks):
+        notes.append("recovery, normalised score: without the seeds in which teachers scored as the student before")
     return Comparison(blocks, list(dict.fromkeys(notes)))
 
 
@@ -146,6 +148,13 @@ def _unlike(groups: Sequence[Sequence[Exam]]) -> Iterator[str]:
         tasks = [exam.record.identity.get("tasks") for exam in (first, other)]
         if tasks[0] != tasks[1] and set(mine) & set(theirs):
             yield f"{named} were evaluated on tasks with different settings or data"
+
+
+def _undefined(block: Block) -> bool:
+    """Is a ratio defined in some seeds and not in others?"""
+    scores = [scores for student in block.students for scores in student.scores.values()]
+    ratios = [row.recovery for each in scores for row in each.rows] + [each.normalised for each in scores]
+    return any(value is not None and value.seeds < len(block.seeds) for value in ratios)
 
 
 def _interval(block: Block) -> str:

@@ -35,6 +35,11 @@ def number(value: float) -> str:
     return f"{value:.{3 if size < 1 else 2 if size < 10 else 1}f}"
 
 
+def amount(value: float) -> str:
+    """As `number`, and whole ones that are short as they are: 36, 2,700, 21k."""
+    return f"{value:,.0f}" if value == round(value) and abs(value) < 10_000 else number(value)
+
+
 def throughput(metrics: Mapping[str, float]) -> str:
     """`21k/s`: tokens a second, or nothing."""
     rate = metrics.get(THROUGHPUT)

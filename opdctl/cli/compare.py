@@ -1,0 +1,57 @@
+"""`compare`, `report`: what came out of runs, for the terminal and as pages. Nothing here changes a run."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from opdctl.cli.inspect import find_run
+from opdctl.cli.options import HERE, JsonOption, WorkspaceOption, complete_runs
+
+
+def compare(
+    runs: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="RUN...", help="One or several; the newest if absent.", autocompletion=complete_runs),
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Also write a page with everything, plots included.")
+    ] = None,
+    metric: Annotated[
+        Literal["accuracy", "within"], typer.Option(help="In the terminal: accuracy, or accuracy within the budget.")
+    ] = "accuracy",
+    json: JsonOption = False,
+    workspace: WorkspaceOption = HERE,
+) -> None:
+    """Hold the students of runs against each other: scores, recovery, cost and training, with intervals.
+
+    Runs that differ in the seed alone are shown as one, with intervals over the seeds.
+    """
+    from opdctl.comparison import compare as compare_runs
+    from opdctl.console import make_console, print_json
+    from opdctl.console.compare import comparison_data, comparison_view
+    from opdctl.errors import ConfigError
+
+    chosen = [find_run(workspace, name) for name in dict.fromkeys(runs)] if runs else [find_run(workspace, None)]
+    found = compare_runs(chosen)
+    if not found.blocks:
+        raise ConfigError(list(found.notes), hint=f"see how far it is: opdctl status {chosen[0].name}")
+    if html is not None:
+        from opdctl.pages.compare import comparison_page
+
+        _write(html, comparison_page(found))
+    if json:
+        print_json(comparison_data(found))
+    else:
+        make_console().print(comparison_view(found, metric))
+
+
+def _write(path: Path, page: str) -> None:
+    from opdctl.console import make_console
+    from opdctl.records import disk_errors
+
+    path = path.expanduser()
+    with disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(page, encoding="utf-8")
+    make_console(stderr=True).print(f"wrote {path}", soft_wrap=True)
