@@ -9,7 +9,7 @@ VERL := .venv-verl
 # One thread a process: test workers and stages run side by side, and more threads only slow each other down.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: venv demo test check recipe bench verl-env test-verl clean
+.PHONY: venv demo test check recipe recipes bench verl-env test-verl clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -41,6 +41,9 @@ check: venv  ## format, lint, types, layers, sizes
 
 recipe: venv  ## does the recipe learn what it should? the whole of it over seeds 0, 1, 2
 	$(BIN)/python -m pytest -m recipe
+
+recipes: venv  ## every packaged recipe at laptop scale, written down in docs/recipes.md: an hour of one core
+	$(BIN)/python -m scripts.recipes
 
 # verl's trainers and vLLM live in an environment of their own: they pin versions that opdctl does not want. This one is
 # for a machine without a GPU; on GPUs see runbooks/verl.md.

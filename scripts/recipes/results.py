@@ -1,0 +1,144 @@
+"""A finished run, opened by its name: what its evaluations found, how its stages went, and what they cost."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from opdctl.backends.events import EventTail
+from opdctl.engine.scores import Estimate, difference, weighted_sum
+from opdctl.errors import OpdctlError
+from opdctl.references import select
+from opdctl.store import Record, StageDir, Workspace
+
+Metric = Literal["accuracy", "within_budget"]
+_SEED = re.compile(r"(,seed=-?\d+(?=\])|seed=-?\d+,|\[seed=-?\d+\])")
+
+
+class Report:
+    """What one eval stage found. Models go by their labels, without the seed: `sft`, `max[domain=general]`."""
+
+    def __init__(self, data: Mapping[str, Any]) -> None:
+        self.cells: list[str] = data["cells"]  # "general.max": task and effort
+        self._models = {_seedless(label): found for label, found in data["models"].items()}
+        self._normalised = {_seedless(label): score for label, score in data["normalised_score"].items()}
+
+    @property
+    def models(self) -> list[str]:
+        return list(self._models)
+
+    def score(self, model: str, cells: Sequence[str] = (), metric: Metric = "accuracy") -> Estimate:
+        """Plain mean over the cells, all of them where none is named."""
+        found, chosen = self._of(model), list(cells) or self.cells
+        return weighted_sum([(1 / len(chosen), Estimate(**found[cell][metric])) for cell in chosen])
+
+    def gain(self, after: str, before: str, cells: Sequence[str] = (), metric: Metric = "accuracy") -> Estimate:
+        """score(after) - score(before); the interval takes the two for unpaired, which is on the wide side."""
+        return difference(self.score(after, cells, metric), self.score(before, cells, metric))
+
+    def teachers(self, before: str, teacher: Mapping[str, str], metric: Metric = "accuracy") -> Estimate:
+        """Gain over `before` of the models that `teacher` names for each cell."""
+        gains = [self.gain(model, before, [cell], metric) for cell, model in teacher.items()]
+        return weighted_sum([(1 / len(gains), gain) for gain in gains])
+
+    def length(self, model: str, cell: str) -> float:
+        """Mean tokens of an answer, its end included."""
+        return float(self._of(model)[cell]["length_mean"])
+
+    def pass_at(self, model: str, k: int, cells: Sequence[str] = ()) -> float:
+        """Plain mean over the cells of the share of prompts that k samples solve."""
+        chosen = list(cells) or self.cells
+        return sum(self._of(model)[cell]["pass_k"][str(k)] for cell in chosen) / len(chosen)
+
+    def normalised(self, model: str, metric: Literal["accuracy", "within"] = "accuracy") -> float:
+        """The MOPD paper's score: 0 as the student before, 1 as the teachers."""
+        key = f"{model}/{metric}"
+        if key not in self._normalised:
+            raise OpdctlError(f"the report has no normalised score of {key}: it has {sorted(self._normalised)}")
+        return float(self._normalised[key])
+
+    def _of(self, model: str) -> Mapping[str, Any]:
+        if model not in self._models:
+            raise OpdctlError(f"the report has no model {model}: it has {self.models}")
+        found: Mapping[str, Any] = self._models[model]
+        return found
+
+
+class Results:
+    """Stages go by their names in the run, seed included where the run has several: `mopd[loss=topk,seed=1]`."""
+
+    def __init__(self, workspace: Path, run: str) -> None:
+        self._run = Workspace(workspace).run(run)
+        self.settings: Mapping[str, Any] = self._run.read_pipeline()
+        if not self.settings:
+            raise OpdctlError(f"no run {run} in {workspace}", hint="run the recipe first")
+
+    @cached_property
+    def stages(self) -> list[str]:
+        """In the order of the pipeline."""
+        return list(self.settings["stages"])
+
+    @property
+    def seeds(self) -> list[int]:
+        return list(self.settings.get("seeds") or [self.settings["seed"]])
+
+    def named(self, selector: str) -> list[str]:
+        """`max`, `max[*]`, `max[domain=general]`: the instances that it means."""
+        return select(self.stages, selector)
+
+    def report(self, stage: str = "eval", seed: int | None = None) -> Report:
+        """Of an eval stage; `seed` is required where the run has several."""
+        if self.settings.get("seeds"):
+            base, bracket, axes = stage.partition("[")
+            stage = f"{base}[{axes.removesuffix(']') + ',' if bracket else ''}seed={seed}]"
+        return Report(json.loads((self._stage(stage).checkpoint / "report.json").read_text()))
+
+    def reports(self, stage: str = "eval") -> list[Report]:
+        """One for each seed."""
+        return [self.report(stage, seed) for seed in self.seeds]
+
+    def record(self, stage: str) -> Record:
+        found = self._stage(stage).record()
+        if found is None:
+            raise OpdctlError(f"stage {stage} of run {self._run.name} has not finished")
+        return found
+
+    def metric(self, stage: str, name: str) -> float:
+        """The last value, as the record has it."""
+        return float(self.record(stage).metrics[name])
+
+    def curve(self, stage: str, name: str) -> list[tuple[int, float]]:
+        """(step, value) of a metric while the stage trained, wherever its checkpoint was made."""
+        own, last = self._stage(stage), self.record(stage).step
+        found: dict[int, float] = {}
+        for attempt in (own.reference() or own).attempts():
+            for event in EventTail(attempt.events).read():
+                if event.phase == "train" and name in event.metrics and event.step <= last:
+                    found[event.step] = float(event.metrics[name])
+        return sorted(found.items())
+
+    def cost(self, selector: str) -> float:
+        """Seconds of one core that the stages took, reused ones included."""
+        return sum(_seconds(self.record(stage)) for stage in self.named(selector))
+
+    def own_cost(self) -> float:
+        """Seconds of one core of all stages that were carried out in this run and not reused from another."""
+        own = [stage for stage in self.stages if self._stage(stage).reference() is None]
+        return sum(_seconds(self.record(stage)) for stage in own)
+
+    def _stage(self, stage: str) -> StageDir:
+        if stage not in self.stages:
+            raise OpdctlError(f"run {self._run.name} has no stage {stage}: it has {self.stages}")
+        return self._run.stage(stage)
+
+
+def _seconds(record: Record) -> float:
+    # stages of verl and vLLM work in processes of their own, and merges take next to nothing: time on the clock
+    return record.metrics.get("cpu_seconds", record.seconds)
+
+
+def _seedless(label: str) -> str:
+    """`max[domain=a,seed=1]` -> `max[domain=a]`, `sft[seed=1]/accuracy` -> `sft/accuracy`"""
+    return _SEED.sub("", label)
