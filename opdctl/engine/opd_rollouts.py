@@ -73,6 +73,8 @@ class Sampler:
         if self.settings.balance:
             kept = balanced([one.correct for one in drawn], stream_seed(self.spec.seed, "opd-balance", step))
         metrics = self._metrics(drawn, kept)
+        if self.form is not None and self.form.outcome_weight:
+            metrics["outcome_advantage"] = mean(map(abs, outcome))
         drawn, bonuses = [drawn[i] for i in kept], [outcome[i] for i in kept]
         sequences = [one.sequence for one in drawn]
         teachers = [one.teacher for one in drawn]
