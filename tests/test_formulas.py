@@ -33,6 +33,60 @@ def test_rlvr_shows_its_clip_its_advantage_and_its_aggregation():
 
 
 @pytest.mark.parametrize(
+    ("surrogate", "shown"),
+    [
+        (
+            {"form": "clip", "low": 0.2, "high": 0.28, "dual": 3},
+            "-max(min(r A, clip(r, 0.8, 1.28) A), 3 A if A < 0), r = pi/pi_old",
+        ),
+        (
+            {"form": "clip", "low": 0.0003, "high": 0.0004, "level": "sequence"},
+            "-min(s A, clip(s, 0.9997, 1.0004) A), s = exp(mean over the sequence of log(pi/pi_old))",
+        ),
+        ({"form": "cispo", "high": 0.5}, "-sg(min(r, 1.5)) A log pi, r = pi/pi_old"),
+        (
+            {"form": "log_ratio_clip", "low": -0.5, "high": 0.6, "square": 0.1},
+            "-exp(clip(log r, -0.5, 0.6)) A + 0.1 (log r)^2, r = pi/pi_old",
+        ),
+        ({"form": "reinforce"}, "-A log pi"),
+    ],
+)
+def test_rlvr_shows_its_surrogate(surrogate, shown):
+    assert rlvr(surrogate=surrogate).startswith(f"{shown}, A = ")
+
+
+@pytest.mark.parametrize(
+    ("mismatch", "shown"),
+    [
+        ({"rule": "tis", "floor": 0.2, "cap": 5}, "w = clip(k, 0.2, 5), k = pi_old/pi_infer"),
+        ({"rule": "icepop", "low": 0.5, "high": 2}, "w = k if 0.5 <= k <= 2 else 0, k = pi_old/pi_infer"),
+        (
+            {"rule": "icepop", "low": 0.5, "high": 2, "policy": "current"},
+            "w = q if 0.5 <= q <= 2 else 0, q = pi/pi_infer",
+        ),
+        ({"rule": "dis", "low": 0.3, "high": 5}, "w = q if 0.7 < q < 6 else 0, q = pi/pi_infer"),
+        (
+            {"rule": "opsm", "delta": 0.1},
+            "w = 0 if A < 0 and mean over the sequence of log(pi_infer/pi) > 0.1 else 1",
+        ),
+        (
+            {"rule": "sequence_mask", "low": 0.999, "high": 1.002},
+            "w = 1 if 0.999 <= exp(mean over the sequence of log k) <= 1.002 else 0, k = pi_old/pi_infer",
+        ),
+    ],
+)
+def test_rlvr_shows_its_mismatch_rule(mismatch, shown):
+    first, second = rlvr(mismatch=mismatch).splitlines()
+    assert first == f"w [-min(r A, clip(r, 0.8, 1.2) A)], r = pi/pi_old, {shown}"
+    assert second.startswith("A = ")
+
+
+def test_rlvr_shows_how_its_advantages_are_clipped():
+    text = rlvr(advantage="leave_one_out_std", max_advantage=20)
+    assert "A = clip((r - mean(others of the group)) / (std(others) + 1e-6), -20, 20), group of 4" in text
+
+
+@pytest.mark.parametrize(
     ("placement", "shown"), [("loss", "loss + 0.05 KL(pi || pi_ref)"), ("reward", "reward - 0.05 KL(")]
 )
 def test_rlvr_shows_where_its_kl_goes(placement, shown):

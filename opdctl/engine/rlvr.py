@@ -94,7 +94,8 @@ class _Sampler:
         noted, self.noted = self.noted, []
         names = noted[0] if noted else {}
         means = {name: float(torch.cat([part[name] for part in noted]).float().mean()) for name in names}
-        return {"clip_fraction": 0.0, **means}
+        none = {"clip_fraction": 0.0} | ({"mismatch_fraction": 0.0} if self.settings.mismatch else {})
+        return {**none, **means}  # without tokens there is no mean of a ratio
 
     def collect(self, step: int) -> tuple[Experience, Metrics]:
         """One rollout batch; with dynamic sampling, groups with equal rewards are replaced by further prompts."""
