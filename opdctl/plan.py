@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
+from opdctl import gates
 from opdctl.backends import BACKENDS
 from opdctl.errors import ConfigError
 from opdctl.formulas import describe_merge, describe_opd, describe_rlvr
@@ -39,6 +40,7 @@ class PlannedStage:
     total_steps: int
     formula: str  # what RL and OPD stages minimise, and how a merge computes; else ""
     reuse_from: StageDir | None = None  # REUSE of a checkpoint that is not in force here yet: link it
+    broken: tuple[gates.Broken, ...] = ()  # gates that a finished stage did not pass
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,8 @@ class Plan:
 def make_plan(pipeline: Pipeline, run: RunDir, *, only: Sequence[str] = (), rerun: Sequence[str] = ()) -> Plan:
     """Decide on every stage. `only` and `rerun` select stages; with `only`, all others are left alone.
 
-    Raises ConfigError for a selector that matches nothing, or data that cannot be read.
+    Raises ConfigError for a selector that matches nothing, data that cannot be read, or a gate on a metric that the
+    stage is known not to have.
     """
     addresses = Addresses(pipeline.stages)
     again = _selected(addresses, rerun, "--rerun")
@@ -92,6 +95,11 @@ class _Planner:
         self.selected = selected
         self.again = again
         self.needed = {name for stage in selected for name in pipeline.stages[stage].upstream()}
+        self.concerned = set(selected)  # and all that these depend on: whose gates count
+        for name in reversed(list(pipeline.stages)):
+            if name in self.concerned:
+                self.concerned |= pipeline.stages[name].upstream()
+        self.held: dict[str, str] = {}  # stage whose dependants are skipped -> the gate that says so
         self.digests = self.workspace.digests()
         self.data: dict[str, Any] = {}
         self.planned: dict[str, PlannedStage] = {}
@@ -101,7 +109,13 @@ class _Planner:
         for name, stage in self.pipeline.stages.items():
             self.planned[name] = self._stage(stage)
         self.digests.save()
-        return Plan(self.pipeline, self.run, tuple(self.planned.values()))
+        found = [(name, gate) for name, item in self.planned.items() for gate in item.broken]
+        if unknown := [f"stages.{name}.gates: {gate.text}" for name, gate in found if gate.unknown]:
+            raise ConfigError(unknown)
+        stages = list(self.planned.values())
+        if stops := [f"gate of {name}: {gate.text}" for name, gate in found if gate.action == "stop"]:
+            stages = [_stopped(item, stops[0]) for item in stages]
+        return Plan(self.pipeline, self.run, tuple(stages))
 
     def _stage(self, stage: Stage) -> PlannedStage:
         parents = tuple(self._parent(stage, at) for at in range(len(stage.inputs)))
@@ -113,7 +127,19 @@ class _Planner:
         if stage.name not in self.selected and not (decision is Decision.REUSE and stage.name in self.needed):
             decision, reason = Decision.SKIPPED, "not in --only"
         step = self.run.stage(stage.name).state_step() if decision is Decision.RESUME else None
-        return replace(draft, decision=decision, reason=reason, reuse_from=source, resume_step=step)
+        broken = tuple(self._broken(draft)) if stage.name in self.concerned else ()
+        for gate in broken:
+            if gate.action == "skip":
+                self.held[stage.name] = f"gate of {stage.name}: {gate.text}"
+        return replace(draft, decision=decision, reason=reason, reuse_from=source, resume_step=step, broken=broken)
+
+    def _broken(self, draft: PlannedStage) -> Iterator[gates.Broken]:
+        """By the record that stays in force; of one that is going to be replaced by its like, names of metrics only."""
+        record = self.records.get(draft.stage.name)
+        last = record or self.run.stage(draft.stage.name).record()
+        if last is not None and last.fingerprint == draft.fingerprint:
+            found = gates.broken(draft.stage.settings.gates, last.metrics)
+            yield from (gate for gate in found if gate.unknown or record is not None)
 
     def _parent(self, stage: Stage, at: int) -> Parent:
         given = stage.inputs[at]
@@ -153,6 +179,10 @@ class _Planner:
     def _decide(self, draft: PlannedStage) -> Verdict:
         name = draft.stage.name
         upstream = [self.planned[given] for given in self.pipeline.stages if given in draft.stage.upstream()]
+        for item in upstream:
+            if reason := self.held.get(item.stage.name):
+                self.held[name] = reason
+                return Decision.SKIPPED, reason, None
         waiting = [item for item in upstream if item.stage.name not in self.records]
         if name in self.again:
             return self._blocked(waiting) or (Decision.RUN, "asked for with --rerun", None)
@@ -233,6 +263,11 @@ class _Planner:
         return "its inputs are not those it was made from"
 
 
+def _stopped(item: PlannedStage, reason: str) -> PlannedStage:
+    waits = item.decision in (Decision.RUN, Decision.RESUME)
+    return replace(item, decision=Decision.SKIPPED, reason=reason) if waits else item
+
+
 def _only_longer(draft: PlannedStage, differences: Sequence[tuple[str, Any, Any]], step: int | None) -> bool:
     """More steps go on from half-trained state where no schedule depends on their number."""
     config = draft.stage.settings.config
@@ -280,4 +315,6 @@ def _formula(stage: Stage) -> str:
         return describe_rlvr(config)
     if isinstance(config, MergeSettings):
         return describe_merge(config, [given.weight for given in stage.inputs if given.role == "models"])
-    return describe_opd(config) if isinstance(config, OpdSettings) else ""
+    if isinstance(config, OpdSettings):
+        return describe_opd(config, {given.label: given.weight for given in stage.inputs if given.role == "teachers"})
+    return ""

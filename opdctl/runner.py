@@ -5,7 +5,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from getpass import getuser
@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 import opdctl
+from opdctl import gates
 from opdctl.backends.contract import Event, StageResult
 from opdctl.errors import ConfigError, OpdctlError, StageFailed, StageRefused
 from opdctl.launch import Launcher
@@ -70,11 +71,11 @@ class Silent:
 
 @dataclass(frozen=True)
 class Outcome:
-    """`done`: stages that are finished now, reused ones included."""
+    """`done`: stages that are finished now, reused ones included; one whose gate stopped the run is in `failed` too."""
 
     done: list[str] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)  # stage -> why
-    not_run: dict[str, str] = field(default_factory=dict)  # stage -> why: a stage it reads failed, or interrupted
+    not_run: dict[str, str] = field(default_factory=dict)  # stage -> why: a stage it reads failed, a gate, interrupted
     interrupted: bool = False
 
 
@@ -172,6 +173,7 @@ class _Execution:
                     self._run.stage(item.stage.name).reuse(item.reuse_from)
                 self._reporter.reused(item.stage.name, item.reason)
                 self._outcome.done.append(item.stage.name)
+            self._heed(item.stage.name, item.broken)
         return open_tracking(self._pipeline, self._run, work=bool(self._work))
 
     # ------------------------------------------------------------------ the loop
@@ -287,10 +289,25 @@ class _Execution:
             self._tracking.ended(stage, attempt, "KILLED", "interrupted", None)
             self._outcome.not_run[worker.stage] = "interrupted"
             return
-        self._tracking.ended(stage, attempt, "FINISHED", "", record)
-        self._schedule.done(worker.stage)
+        broken = list(gates.broken(item.stage.settings.gates, record.metrics))
+        self._tracking.ended(stage, attempt, "FINISHED", "; ".join(f"gate: {gate.text}" for gate in broken), record)
         self._outcome.done.append(worker.stage)
         self._reporter.finished(worker.stage, record)
+        self._heed(worker.stage, broken)
+        self._schedule.done(worker.stage)
+
+    def _heed(self, stage: str, broken: Sequence[gates.Broken]) -> None:
+        """Do what the gates say that a finished stage did not pass."""
+        for gate in broken:
+            told = f"gate of {stage}: {gate.text}"
+            if gate.action == "stop":
+                self._outcome.failed.setdefault(stage, told)
+                self._outcome.not_run.update(dict.fromkeys(self._schedule.clear(), told))
+                self._reporter.failed(stage, f"{told}; nothing more is started", "")
+                continue
+            self._reporter.message(f"{told}{'; what reads it is skipped' if gate.action == 'skip' else ''}")
+            if gate.action == "skip":
+                self._outcome.not_run.update(dict.fromkeys(self._schedule.failed(stage), told))
 
     def _fail(self, item: PlannedStage, error: OpdctlError, tail: str) -> None:
         name = item.stage.name

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from opdctl.cli.inspect import record_notes
 from opdctl.cli.options import (
     HERE,
     JsonOption,
@@ -192,11 +193,12 @@ def _line(item: "PlannedStage", planned: "Plan", outcome: "Outcome") -> "StageLi
     if record is not None:
         state = "reused" if item.decision is Decision.REUSE else "done"
         done = StageLine(name, kind, state, record.step, record.step, record.seconds, record.metrics)
-        return replace(done, checkpoint=str(stage.checkpoint))
+        note = record_notes(stage, item.stage.settings.gates, record)
+        return replace(done, checkpoint=str(stage.checkpoint), note=note)
     if name in outcome.failed:
         return StageLine(name, kind, "failed", stage.state_step() or 0, item.total_steps)
     if item.decision is Decision.SKIPPED:
-        return StageLine(name, kind, "skipped")
+        return StageLine(name, kind, "skipped", note=item.reason)
     step = stage.state_step() or 0
     state = "half-trained" if step else "not run"
     return StageLine(name, kind, state, step, item.total_steps, note=outcome.not_run.get(name, ""))

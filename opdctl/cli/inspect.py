@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,6 +18,7 @@ from opdctl.cli.options import (
 
 if TYPE_CHECKING:
     from opdctl.console.tables import RunLine, StageLine
+    from opdctl.settings import Gate
     from opdctl.store import Attempt, Record, RunDir, StageDir, Workspace
 
 
@@ -173,12 +174,34 @@ def stage_kinds(run: "RunDir") -> dict[str, str]:
 
 
 def stage_lines(run: "RunDir") -> list["StageLine"]:
-    return [_stage_line(run.stage(name), kind) for name, kind in stage_kinds(run).items()]
+    stages = run.read_pipeline().get("stages", {})
+    return [_stage_line(run.stage(name), kind, stages[name].get("gates")) for name, kind in stage_kinds(run).items()]
 
 
-def _stage_line(stage: "StageDir", kind: str) -> "StageLine":
+def record_notes(stage: "StageDir", gates: "Sequence[Gate]", record: "Record") -> str:
+    """What a finished stage has to say beside its metrics: the model it chose, the gates it did not pass."""
+    from opdctl.console import join
+    from opdctl.gates import broken
+    from opdctl.records import SELECTION, read_json
+
+    selection = read_json(stage.checkpoint / SELECTION, "winner") or {}
+    told = (f"gate: {found.text} ({found.action})" for found in broken(gates, record.metrics))
+    return join((f"is {selection['winner']}" if selection else "", *told), "; ")
+
+
+def _gates(plain: Any) -> "list[Gate]":
+    """As the run's file has them; none where it was damaged."""
+    from opdctl.settings import Gate
+    from opdctl.validation import validate
+
+    found = [validate(Gate, gate)[0] for gate in plain] if isinstance(plain, list) else []
+    return [gate for gate in found if gate is not None]
+
+
+def _stage_line(stage: "StageDir", kind: str, gates: Any) -> "StageLine":
     """What the files of a stage say, the most telling first."""
     from opdctl.backends.events import EventTail
+    from opdctl.console import join
     from opdctl.console.tables import StageLine
 
     attempts = stage.attempts()
@@ -189,6 +212,7 @@ def _stage_line(stage: "StageDir", kind: str) -> "StageLine":
     if record := stage.record():
         origin = stage.reference()
         state, note = ("reused", f"from {origin.run}:{origin.name}") if origin else ("done", _since(stage, attempts))
+        note = join((note, record_notes(stage, _gates(gates), record)), "; ")
         done = StageLine(stage.name, kind, state, record.step, record.step, record.seconds, record.metrics, note)
         return replace(done, checkpoint=str(stage.checkpoint))
     if damage := stage.damage():

@@ -8,6 +8,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from opdctl import gates
 from opdctl.console import join, plural
 from opdctl.plan import Decision, Plan, PlannedStage
 
@@ -67,6 +68,10 @@ def _stage_data(item: PlannedStage) -> dict[str, Any]:
         "total_steps": item.total_steps,
         "fingerprint": item.fingerprint,
         "formula": item.formula,
+        "gates": [
+            gate.model_dump() | {"broken": next((b.text for b in item.broken if b.gate == gate), None)}
+            for gate in stage.settings.gates
+        ],
         "inputs": [{"role": given.role, "kind": given.kind, "target": given.target} for given in stage.inputs],
         "resources": stage.settings.resources.model_dump(),
     }
@@ -80,7 +85,7 @@ def _add_group(table: Table, base: str, instances: Sequence[PlannedStage]) -> No
     table.add_row(Text.assemble((base, "bold"), (f" x{len(instances)}", "dim")))
     lines: dict[tuple[str, ...], list[PlannedStage]] = {}
     for item in instances:
-        alike = (item.decision, item.reason) if len(instances) > ALIKE else (item.stage.name,)
+        alike = (item.decision, _why(item)) if len(instances) > ALIKE else (item.stage.name,)
         lines.setdefault(alike, []).append(item)
     for at, items in enumerate(lines.values()):
         branch = "└ " if at == len(lines) - 1 else "├ "
@@ -98,7 +103,15 @@ def _cells(item: PlannedStage) -> tuple[RenderableType, ...]:
         steps = f"{item.resume_step:,}/{steps}"
     resources = item.stage.settings.resources
     takes = join((plural(resources.cpus, "cpu"), plural(resources.gpus, "gpu") if resources.gpus else ""))
-    return Text(item.decision, style=STYLES[item.decision]), steps, takes, item.reason
+    return Text(item.decision, style=STYLES[item.decision]), steps, takes, _why(item)
+
+
+def _why(item: PlannedStage) -> str:
+    """The reason for the decision, then the gates; of a finished stage those that it did not pass."""
+    told = [f"{found.text} ({found.action})" for found in item.broken]
+    if item.decision in (Decision.RUN, Decision.RESUME):
+        told = [gates.describe(gate) for gate in item.stage.settings.gates]
+    return join((item.reason, *(f"gate: {text}" for text in told)), "; ")
 
 
 def _formulas(stages: Iterable[PlannedStage]) -> list[RenderableType]:
