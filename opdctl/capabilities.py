@@ -26,7 +26,6 @@ from opdctl.settings import (
     PipelineSettings,
     PolicyGradientOpd,
     RlvrSettings,
-    RlvrStage,
     SampleStage,
     SelectStage,
     SequenceMask,
@@ -51,16 +50,14 @@ def missing(settings: AnyStage, inputs: Sequence[Input], pipeline: PipelineSetti
             yield "backend", f"vllm generates only: kind {settings.kind} needs backend: embedded or verl"
     if not isinstance(settings, MergeStage | SelectStage):
         yield from _images(settings, {name: pipeline.tasks.get(name) for name in settings.config.data.tasks})
-    if isinstance(settings, RlvrStage | EvalStage) and settings.config.grader is not None:
-        yield from _grader(settings.config.grader, settings.backend)
+    if isinstance(settings, EvalStage) and settings.backend == "vllm" and settings.config.grader is not None:
+        yield from _grader(settings.config.grader)
     if settings.verl and settings.backend != "verl":
         yield "verl", f"raw overrides are for backend: verl, and this stage has backend: {settings.backend}"
 
 
-def _grader(grader: Grader, backend: str) -> Iterator[Problem]:
-    if backend == "verl":
-        yield "config.grader", "opdctl gives verl rules as rewards: backend: embedded asks a generative reward model"
-    if backend == "vllm" and grader.by != "endpoint":
+def _grader(grader: Grader) -> Iterator[Problem]:
+    if grader.by != "endpoint":
         why = "vLLM is loaded for the models and the lengths that are evaluated"
         yield "config.grader.by", f"{grader.by}: {why}: take by: endpoint, or backend: embedded"
 

@@ -302,18 +302,15 @@ class ChainStream:
             return Verdict(False, 0.0, {"reason": f"ends in {written[-1]!r}"})
         return Verdict(True, 1.0, {"reason": ""})
 
-    def right_so_far(self, prompt: Prompt, written: Sequence[str]) -> list[bool]:
-        """Of an answer as long as some stride gives: would it be right if it ended with this word? The last one's is
-        `verify`'s verdict."""
-        first, ops = prompt.answer
-        stride = len(ops) // len(written)
-        if self.settings.domain == "if":
-            steps = [
-                after in self._reachable(before, ops[j * stride : (j + 1) * stride])
-                for j, (before, after) in enumerate(pairwise([first, *written]))
-            ]
-            return [all(steps[: j + 1]) for j in range(len(steps))]
-        return [word in self._reachable(first, ops[: (j + 1) * stride]) for j, word in enumerate(written)]
+    def nearest(self, prompt: Prompt, written: Sequence[str]) -> list[str]:
+        """A right answer of the same length that keeps every word which follows from the one that it has before."""
+        state, ops = prompt.answer
+        stride, right = len(ops) // len(written), []
+        for j, word in enumerate(written):
+            reachable = self._reachable(state, ops[j * stride : (j + 1) * stride])
+            state = word if word in reachable else min(reachable)
+            right.append(state)
+        return right
 
     def _reachable(self, state: str, ops: Sequence[str]) -> set[str]:
         states = self.domain.states

@@ -4,9 +4,9 @@ A prompt reads `<grade> <math> +1 *2 =0 ... <max> 3 : 4 1 0 ...`: a chain's own 
 writer gave; the verdict is `yes` or `no`. A model that has learnt this is a generative reward model for the chain's
 answers (`Grader` with mode rubric and the template `<grade> {prompt} : {completion}`).
 
-With `steps` a demonstration goes through the answer word by word, `yes yes no no yes no no no`: is it right so far?
-Its last word is the verdict. Without, the verdict is all of it: a judge that thinks, and one that does not. Only the
-last word of a completion is judged.
+With `steps` a demonstration goes through the answer word by word and writes what is right, `4 2 0 ... no`, before its
+last word, the verdict; without, the verdict is all of it: a judge that thinks, and one that does not. Only the last
+word of a completion is judged.
 
 Only problems are asked that the writer got right and wrong within TRIES attempts, and a fair coin picks the one that
 is shown: half of the labels are `yes`, and the problem alone says nothing about its label.
@@ -30,7 +30,7 @@ YES, NO = "yes", "no"
 
 
 class GradeStream:
-    """The task of one chain. `Prompt.answer` is whether the shown answer is right after each of its words, in turn."""
+    """The task of one chain. `Prompt.answer` is the nearest right answer and the verdict, as one text."""
 
     def __init__(self, name: str, settings: GradeTask, efforts: EffortSettings | None) -> None:
         self.name = name
@@ -53,13 +53,12 @@ class GradeStream:
         return [Demonstration(prompt, self.reference(prompt)) for prompt in shown]
 
     def verify(self, prompt: Prompt, completion: str) -> Verdict:
-        right = YES if prompt.answer[-1] else NO
-        correct = completion.split()[-1:] == [right]
-        return Verdict(correct, float(correct), {"reason": "" if correct else f"the verdict is {right!r}"})
+        verdict = prompt.answer.split()[-1]
+        correct = completion.split()[-1:] == [verdict]
+        return Verdict(correct, float(correct), {"reason": "" if correct else f"the verdict is {verdict!r}"})
 
     def reference(self, prompt: Prompt) -> str:
-        marks = prompt.answer if self.steps else prompt.answer[-1:]
-        return " ".join([YES if mark else NO for mark in marks])
+        return str(prompt.answer if self.steps else prompt.answer.split()[-1])
 
     def _draw(self, split: Split, seed: int, block: int, effort: str | None) -> list[Prompt]:
         words = [seed % 2**64, STREAMS[split], zlib.crc32(self.name.encode()), block]
@@ -73,7 +72,7 @@ class GradeStream:
                 judged = self._both(problem, answers)
                 if len(judged) == 2:
                     group = self._groups + block * BLOCK + len(rows)
-                    rows.append(self._about(problem, judged[wanted], group))
+                    rows.append(self._about(problem, judged[wanted], wanted, group))
             if len(rows) >= BLOCK:
                 return rows[:BLOCK]
         raise ConfigError(
@@ -90,10 +89,10 @@ class GradeStream:
                 break
         return found
 
-    def _about(self, problem: Prompt, answer: str, group: int) -> Prompt:
+    def _about(self, problem: Prompt, answer: str, right: bool, group: int) -> Prompt:
         text = f"{TOKEN} {problem.text} {COLON} {answer}"
-        marks = self.chain.right_so_far(problem, answer.split())
-        return Prompt(text, marks, problem.columns, in_the_place(problem, text), group)
+        verdict = [*self.chain.nearest(problem, answer.split()), YES if right else NO]
+        return Prompt(text, " ".join(verdict), problem.columns, in_the_place(problem, text), group)
 
 
 def in_the_place(problem: Prompt, text: str) -> list[dict[str, str]]:

@@ -23,10 +23,10 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from types import FrameType
-from typing import Protocol, SupportsFloat
+from typing import SupportsFloat
 
 from opdctl.errors import ConfigError, StageFailed
-from opdctl.tasks import Prompt, Split, Verdict
+from opdctl.tasks import Task, Verdict
 
 Verifier = Callable[[str, str], Verdict]
 
@@ -207,19 +207,7 @@ def _custom(name: str, key: str, workspace: Path) -> Verifier:
 # ---------------------------------------------------------------------------------------------------- self-check
 
 
-class Referenced(Protocol):
-    """A task that knows right answers."""
-
-    def prompts(self, split: Split, seed: int, start: int, count: int, effort: str | None = None) -> list[Prompt]: ...
-
-    def verify(self, prompt: Prompt, completion: str) -> Verdict: ...
-
-    def reference(self, prompt: Prompt) -> str | None:
-        """A completion that must verify as correct; None where the task knows none."""
-        ...
-
-
-def check_references(task: Referenced, count: int) -> list[str]:
+def check_references(task: Task, count: int) -> list[str]:
     """A line for each of the first `count` training prompts whose own reference is judged wrong: a broken grader."""
     problems = []
     for prompt in task.prompts("train", seed=0, start=0, count=count):
