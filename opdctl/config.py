@@ -43,7 +43,7 @@ def load_pipeline(path: str | Path, overrides: Sequence[str] = (), *, workspace:
     instances = [text for text in overrides if _INSTANCE.match(text)]
     plain = [_forced(text, confs) for text in overrides if not _INSTANCE.match(text)]
     config = _compose(file, list(dict.fromkeys(confs)), plain)
-    problems = _made_up(config, overrides)
+    problems = [*_made_up(config, overrides), *_one_seed(config)]
     resolution = _Resolution(config)
     tree = resolution.tree()
     parsed = [resolution.override(text) for text in instances]
@@ -170,6 +170,22 @@ def _made_up(config: "DictConfig", overrides: Sequence[str]) -> list[str]:
                 with open_dict(config):
                     config[top].pop(parts[1], None)
     return problems
+
+
+def _one_seed(config: "DictConfig") -> Iterator[str]:
+    """With `seeds`, an interpolation of `seed` would be the same for all of them."""
+    from omegaconf import OmegaConf
+
+    def walk(node: Any, key: str) -> Iterator[str]:
+        if isinstance(node, dict | list):
+            for name, value in node.items() if isinstance(node, dict) else enumerate(node):
+                yield from walk(value, f"{key}.{name}".lstrip("."))
+        elif isinstance(node, str) and "seed" in _PLAIN.findall(node):
+            yield f"{key}: ${{seed}} is one for all, and seeds gives each stage its own: leave the key out"
+
+    whole = OmegaConf.to_container(config, resolve=False)
+    if isinstance(whole, dict) and whole.get("seeds"):
+        yield from walk(whole, "")
 
 
 # ---------------------------------------------------------------------------------------------- resolution

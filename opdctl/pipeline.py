@@ -4,7 +4,7 @@ import copy
 import heapq
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any, get_args
@@ -14,11 +14,13 @@ from opdctl.checks_inputs import check_sources, mixture, route_columns
 from opdctl.errors import ConfigError
 from opdctl.references import (
     ROUND,
+    SEED,
     Addresses,
     Input,
     Place,
     Problem,
     Resolver,
+    add_axis,
     address,
     check_foreach,
     fan_out,
@@ -141,14 +143,17 @@ def expand(
         found.add(f"{key}: {text}")
     drafts = list(_instances(tree.get("stages"), settings, found))
     addresses = Addresses(draft.name for draft in drafts)
-    _override(drafts, addresses, instance_overrides, found)
+    _override(drafts, addresses, instance_overrides, found, settings)
     for draft in drafts:
         draft.settings = _validated(draft, found)
     if settings is not None:
         _connect(drafts, addresses, settings, found)
+        _check_seeds(drafts, settings, found)
     found.raise_any(drafts)
     assert settings is not None
     stages = {draft.name: _stage(draft, settings) for draft in drafts}
+    if settings.seeds:
+        stages = {made.name: made for stage in stages.values() for made in _over_seeds(stage, settings.seeds)}
     ordered = {name: stages[name] for name in _order(stages)}
     resolved = settings.model_dump(mode="json") | {"stages": {name: _plain(stage) for name, stage in ordered.items()}}
     return Pipeline(settings, ordered, resolved, source, folder)
@@ -215,7 +220,11 @@ def _fill(node: Any, each: Mapping[str, Any], key: str, defects: list[Problem]) 
 
 
 def _override(
-    drafts: Sequence[_Draft], addresses: Addresses, overrides: Sequence[InstanceOverride], found: _Problems
+    drafts: Sequence[_Draft],
+    addresses: Addresses,
+    overrides: Sequence[InstanceOverride],
+    found: _Problems,
+    settings: PipelineSettings | None,
 ) -> None:
     by_name = {draft.name: draft for draft in drafts}
     for override in overrides:
@@ -224,7 +233,9 @@ def _override(
         try:
             names = addresses.select(override.selector)
         except ConfigError as error:
-            found.add(f"override {override.text}: {error}")
+            one_seed = settings is not None and settings.seeds and f"{SEED}=" in override.selector
+            why = "the seeds of a stage share its settings; leave the seed out" if one_seed else error
+            found.add(f"override {override.text}: {why}")
             continue
         for name in names:
             defects: list[Problem] = []
@@ -340,6 +351,45 @@ def _stage(draft: _Draft, settings: PipelineSettings) -> Stage:
     resources = own.resources.model_copy(update={"gpus": computed_gpus(own, draft.inputs, settings)})
     filled = own.model_copy(update={"tasks": tasks, "efforts": settings.efforts, "resources": resources})
     return Stage(draft.name, draft.base, draft.labels, filled, draft.inputs, seed)
+
+
+# ---------------------------------------------------------------------------------------------- seeds
+
+
+def _check_seeds(drafts: Sequence[_Draft], settings: PipelineSettings, found: _Problems) -> None:
+    """What stands in the way of running the pipeline once for each seed."""
+    if not settings.seeds:
+        return
+    if "seed" in settings.model_fields_set:
+        found.add(f"seed: {settings.seed}, and seeds stands in its place: leave one of them out")
+    if len(set(settings.seeds)) < len(settings.seeds):
+        found.add(f"seeds: {settings.seeds} has a seed twice")
+    for draft in drafts:
+        if draft.settings is not None and draft.settings.seed is not None:
+            found.add_all(draft, [("seed", f"{draft.settings.seed}, and seeds gives the stage one: leave it out")])
+        if SEED in draft.labels:
+            found.add_all(draft, [("", f"'{SEED}' is an axis or a label of it already, and seeds adds that axis")])
+
+
+def _over_seeds(stage: Stage, seeds: Sequence[int]) -> Iterator[Stage]:
+    """The stage for each seed, reading the stages of the same seed.
+
+    Of stages that are checked and resolved, so that routing, references and fan-out see the pipeline of one seed, and
+    an identity is that of the pipeline with `seed: N`.
+    """
+    for seed in seeds:
+        inputs = [
+            replace(given, target=add_axis(given.target, SEED, seed)) if given.kind == "stage" else given
+            for given in stage.inputs
+        ]
+        yield replace(
+            stage,
+            name=add_axis(stage.name, SEED, seed),
+            labels={**stage.labels, SEED: str(seed)},
+            settings=stage.settings.model_copy(update={"seed": seed}),
+            inputs=tuple(inputs),
+            seed=seed,
+        )
 
 
 def _plain(stage: Stage) -> dict[str, Any]:

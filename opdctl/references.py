@@ -32,6 +32,7 @@ MANY: Mapping[str, tuple[str, ...]] = {
     "select": ("models",),
 }
 ROUND = "round"  # the axis of inputs with `first` and `then`
+SEED = "seed"  # the axis that `seeds` adds
 FORMS = "stage:NAME, stage:NAME[axis=value], stage:NAME[*] (lists only), model:, path:DIR or hf:REPO@REVISION"
 
 
@@ -97,6 +98,11 @@ def check_foreach(foreach: Foreach, axes: Mapping[str, Sequence[Any]]) -> Iterat
 
 def address(base: str, each: Mapping[str, Any]) -> str:
     return f"{base}[{','.join(f'{axis}={value}' for axis, value in each.items())}]" if each else base
+
+
+def add_axis(name: str, axis: str, value: Any) -> str:
+    """sft -> sft[seed=0], max[domain=math] -> max[domain=math,seed=0]"""
+    return f"{name.removesuffix(']')}{',' if name.endswith(']') else '['}{axis}={value}]"
 
 
 # ---------------------------------------------------------------------------------------------- selection
