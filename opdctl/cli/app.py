@@ -54,6 +54,7 @@ for _command in (
     inspect.lineage,
     inspect.runs,
     compare.compare,
+    compare.report,
     surroundings.init,
     surroundings.export,
     surroundings.ui,

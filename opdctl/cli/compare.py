@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from opdctl.cli.inspect import find_run
-from opdctl.cli.options import HERE, JsonOption, WorkspaceOption, complete_runs
+from opdctl.cli.inspect import find_run, stage_lines
+from opdctl.cli.options import HERE, JsonOption, RunArgument, WorkspaceOption, complete_runs
 
 
 def compare(
@@ -55,3 +55,20 @@ def _write(path: Path, page: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(page, encoding="utf-8")
     make_console(stderr=True).print(f"wrote {path}", soft_wrap=True)
+
+
+def report(
+    run: RunArgument = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="Where to; runs/RUN/report.html if absent.")
+    ] = None,
+    workspace: WorkspaceOption = HERE,
+) -> None:
+    """Write a page that tells a run to somebody who was not there: stages, losses, learning, results, cost, lineage."""
+    from opdctl.comparison import compare as compare_runs
+    from opdctl.pages.report import report_page
+    from opdctl.story import tell
+
+    found = find_run(workspace, run)
+    page = report_page(tell(found), stage_lines(found), compare_runs([found]))
+    _write(out or found.path / "report.html", page)

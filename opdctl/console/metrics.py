@@ -36,7 +36,9 @@ def number(value: float) -> str:
 
 
 def amount(value: float) -> str:
-    """As `number`, and whole ones that are short as they are: 36, 2,700, 21k."""
+    """As `number`, whole ones that are short as they are, and millions: 36, 2,700, 21k, 1.04M."""
+    if abs(value) >= 1e6:
+        return f"{value / 1e6:,.3g}M"
     return f"{value:,.0f}" if value == round(value) and abs(value) < 10_000 else number(value)
 
 

@@ -72,6 +72,7 @@ def dots(caption: str, points: Mapping[str, Point], colours: Mapping[str, int], 
 
 def scatter(caption: str, points: Mapping[str, tuple[float, Point]], colours: Mapping[str, int], xlabel: str) -> Html:
     """Score beside cost: label -> (x, value with interval)."""
+    from matplotlib.ticker import EngFormatter
 
     def draw(axes: "Axes") -> None:
         for label, (x, point) in points.items():
@@ -80,6 +81,7 @@ def scatter(caption: str, points: Mapping[str, tuple[float, Point]], colours: Ma
                 axes.plot([x, x], [point.low, point.high], color=colour, linewidth=1.6, alpha=0.5)
             axes.plot([x], [point.value], color=colour, marker="o", markersize=6, linestyle="none")
         axes.set_xlabel(xlabel)
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         axes.set_xlim(0, 1.12 * max(x for x, _ in points.values()) or 1)
 
     return figure(caption, draw, (3.9, 2.5))

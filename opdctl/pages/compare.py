@@ -125,7 +125,7 @@ def _costs(students: Sequence[Student]) -> Iterator[Html]:
     rows: list[list[str | Cell]] = [
         [student.label, student.kind, *(_amount(student.cost.get(name)) for name in shown)] for student in students
     ]
-    yield table(["student", "kind", *(folded(COSTS[name]) for name in shown)], rows)
+    yield table(["student", "kind", *(folded(COSTS[name], 10) for name in shown)], rows)
 
 
 def _health(students: Sequence[Student], colours: dict[str, int]) -> Iterator[Html]:

@@ -22,7 +22,10 @@ class Cell:
         given = (("class", self.style), ("title", self.title))
         marks = "".join(f' {key}="{escape(value)}"' for key, value in given if value)
         note = f"<small>{text(self.note)}</small>" if self.note else ""
-        return f"<{tag}{marks}>{text(self.content)}{note}</{tag}>"
+        content = text(self.content)
+        if not isinstance(self.content, Html):  # where the names of stages may be broken
+            content = content.replace("[", "<wbr>[").replace("_", "_<wbr>")
+        return f"<{tag}{marks}>{content}{note}</{tag}>"
 
 
 def text(content: str) -> str:
