@@ -1,12 +1,14 @@
 """Gates: what is outside of its bounds, and what a run and its plan do about it (toy backend)."""
 
+import io
 import math
 
 import pytest
 import toy
+from rich.console import Console
 
 from opdctl.cli.inspect import stage_lines
-from opdctl.console.plan import plan_data
+from opdctl.console.plan import plan_data, plan_view
 from opdctl.errors import ConfigError
 from opdctl.gates import broken, describe
 from opdctl.plan import Decision, make_plan
@@ -44,6 +46,12 @@ def planned(wanted, **options):
 
 def decisions(wanted, **options):
     return {item.stage.name: str(item.decision) for item in planned(wanted, **options).stages}
+
+
+def shown(plan):
+    console = Console(width=200, file=io.StringIO())
+    console.print(plan_view(plan))
+    return console.file.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -166,7 +174,9 @@ def test_the_plan_and_the_status_show_gates(workspace):
     wanted = chain(gate("warn"))
     (before, *_) = planned(wanted).stages
     assert (before.decision, before.broken) == (Decision.RUN, ())
+    assert shown(planned(wanted)).count("not run yet; gate: loss <= -1, else warn") == 1
     toy.run(wanted)
+    assert "> max -1 (warn)" in shown(planned(wanted))
     data = plan_data(planned(wanted))["stages"][0]
     assert data["gates"][0]["broken"].startswith("loss 0.")
     notes = {line.stage: line.note for line in stage_lines(Workspace(wanted.folder).run("r"))}

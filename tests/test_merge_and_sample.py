@@ -7,6 +7,7 @@ import pytest
 from engine.stages import EFFORTS, MODEL, TASKS
 from safetensors.torch import load_file
 
+from opdctl.cli.inspect import stage_lines
 from opdctl.console import plan as shown
 from opdctl.lineage import trace
 from opdctl.pipeline import expand
@@ -93,6 +94,7 @@ def test_the_selection_is_the_model_that_the_report_says_is_best(run):
     (node,) = [node for node in trace(run.workspace, [run.stage("further")]).values() if node.kind == "select"]
     assert (node.note, node.step) == (f"is {winner}", 2)
     assert {edge.role for edge in node.parents} == {"report", "models"}
+    assert {line.stage: line.note for line in stage_lines(run)}["best"] == f"is {winner}"
 
 
 def test_another_metric_is_another_selection(run):

@@ -1,13 +1,16 @@
 """`seeds`: the whole pipeline once for each, with the identities of pipelines of one seed."""
 
+import io
 import time
 from pathlib import Path
 
 import pytest
 import toy
 from recipes import recipe
+from rich.console import Console
 
 from opdctl.config import load_pipeline
+from opdctl.console.plan import _without_seed, plan_view
 from opdctl.errors import ConfigError
 from opdctl.pipeline import InstanceOverride
 from opdctl.plan import make_plan
@@ -65,6 +68,18 @@ def test_stages_of_one_seed_are_selected_by_it():
     assert select(names, "sft[*]") == select(names, "sft") == ["sft[seed=0]", "sft[seed=5]"]
     assert select(names, "max[seed=5]") == ["max[domain=math,seed=5]", "max[domain=code,seed=5]"]
     assert select(names, "max[domain=code]") == ["max[domain=code,seed=0]", "max[domain=code,seed=5]"]
+
+
+def test_the_plan_shows_a_formula_once_for_all_seeds(tmp_path):
+    planned = make_plan(recipe({"seeds": [0, 5]}), Workspace(tmp_path).run("r"))
+    console = Console(width=200, file=io.StringIO())
+    console.print(plan_view(planned))
+    lines = console.file.getvalue().splitlines()
+    assert [line.strip() for line in lines if line.strip() in ("max", "fuse")] == ["max", "fuse"]
+    assert [_without_seed(planned.pipeline.stages[n]) for n in ("sft[seed=5]", "max[domain=code,seed=5]")] == [
+        "sft",
+        "max[domain=code]",
+    ]
 
 
 def test_rounds_and_seeds_go_together():

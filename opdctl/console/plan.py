@@ -10,6 +10,7 @@ from rich.text import Text
 
 from opdctl import gates
 from opdctl.console import join, plural
+from opdctl.pipeline import Stage
 from opdctl.plan import Decision, Plan, PlannedStage
 
 STYLES = {
@@ -117,13 +118,13 @@ def _why(item: PlannedStage) -> str:
 def _formulas(stages: Iterable[PlannedStage]) -> list[RenderableType]:
     """Each loss once, with the stages that minimise it, and each way to merge; further lines of the formula by stage
     where they differ."""
-    everyone = [item.stage.name for item in stages]
+    everyone = [_without_seed(item.stage) for item in stages]
     losses: dict[str, dict[str, list[str]]] = {}  # first line -> further lines -> stages
     for item in stages:
         if item.formula:
             first, _, more = item.formula.partition("\n")
             first = f"{'weights' if item.stage.settings.kind == 'merge' else 'loss'}: {first}"
-            losses.setdefault(first, {}).setdefault(more, []).append(item.stage.name)
+            losses.setdefault(first, {}).setdefault(more, []).append(_without_seed(item.stage))
     lines: list[RenderableType] = []
     for first, further in losses.items():
         users = [name for names in further.values() for name in names]
@@ -138,11 +139,20 @@ def _indented(text: str) -> RenderableType:
     return Padding(Text(text), (0, 0, 0, 2))
 
 
+def _without_seed(stage: Stage) -> str:
+    """`mopd[loss=topk,seed=0]` -> `mopd[loss=topk]`: the seeds of a stage share its formula."""
+    axis = f"seed={stage.labels.get('seed')}]"
+    if not stage.name.endswith(axis):
+        return stage.name
+    rest = stage.name.removesuffix(axis)
+    return rest.removesuffix("[") if rest.endswith("[") else f"{rest.removesuffix(',')}]"
+
+
 def _by_base(names: Sequence[str], everyone: Sequence[str]) -> list[str]:
     """`max`, `high` where all instances are meant, full names where only some are."""
     titles: list[str] = []
     for base in dict.fromkeys(name.partition("[")[0] for name in names):
         listed = [name for name in names if name.partition("[")[0] == base]
         whole = len(listed) == sum(name.partition("[")[0] == base for name in everyone)
-        titles += [base] if whole else listed
+        titles += [base] if whole else dict.fromkeys(listed)
     return titles
