@@ -1,5 +1,6 @@
 """Distillation stages through `embedded.run`: every form and option, resumed to the bit."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from engine.stages import ROLLOUT, Recorder, opd, run, sft, train
 from safetensors.torch import load_file
 
 from opdctl.backends.contract import InputSpec, StageSpec, Stopped
+from opdctl.engine.opd_rollouts import Sampler
 
 GROUPS = {"rollout": ROLLOUT | {"prompts": 4, "group_size": 4}, "train": train(4, 16)}
 PG = {"form": "policy_gradient", "max_advantage": 5.0}
@@ -155,3 +157,18 @@ def test_small_micro_batches_give_the_same_step(tmp_path, models):
         run(spec)
         ends.append(load_file(Path(spec.output, "model.safetensors")))
     assert max(float((ends[0][name] - ends[1][name]).abs().max()) for name in ends[0]) < 1e-4
+
+
+def test_a_mismatch_rule_compares_the_trainer_with_the_sampler(tmp_path, models, monkeypatch):
+    """pi_old is computed again by the trainer: were it e^-0.5 of what the sampler gave, that would be the ratio."""
+    own = Sampler.logprobs
+    monkeypatch.setattr(
+        Sampler, "logprobs", lambda self, policy, sequences: [part - 0.5 for part in own(self, policy, sequences)]
+    )
+    record = Recorder()
+    spec = stage(tmp_path / "opd", "mimo", *models, train=train(1, 16))
+    rule = {"rule": "tis", "cap": 2.0, "floor": 0.7}
+    run(replace(spec, config=spec.config | {"loss": PG | {"mismatch": rule}}), record)
+    ((_, metrics),) = record.events
+    assert metrics["mismatch_ratio"] == pytest.approx(math.exp(-0.5), abs=1e-4)
+    assert metrics["mismatch_fraction"] == 1.0
