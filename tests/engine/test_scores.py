@@ -10,9 +10,11 @@ from opdctl.engine.scores import (
     difference,
     fusion_table,
     fusion_tables,
+    mean_interval,
     normalised_domains,
     normalised_score,
     pass_at_k,
+    student_quantile,
     weighted_sum,
     wilson_interval,
 )
@@ -214,3 +216,24 @@ def test_impossible_counts_are_refused(wrong):
 
 def test_counts_give_mean_length_and_truncation_rate():
     assert (counts(50).mean_length, counts(50).truncation_rate) == (12.0, 0.1)
+
+
+# ------------------------------------------------------------------------------------------------------ over seeds
+
+
+@pytest.mark.parametrize(
+    ("freedom", "printed"), [(1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (10, 2.228), (30, 2.042)]
+)
+def test_students_quantile_is_that_of_the_printed_tables(freedom, printed):
+    assert student_quantile(0.95, freedom) == pytest.approx(printed, abs=5e-4)
+
+
+def test_interval_of_a_mean_by_hand():
+    found = mean_interval([1.0, 2.0, 3.0])
+    assert found.value == 2
+    assert (found.high - 2, 2 - found.low) == pytest.approx((4.302653 / 3**0.5,) * 2)
+
+
+def test_an_interval_needs_two_seeds():
+    with pytest.raises(OpdctlError, match="at least two, and there are 1"):
+        mean_interval([1.0])
