@@ -58,8 +58,8 @@ def main() -> int:
         elif recipe in known:
             try:
                 sections.append(section(given.workspace, recipe))
-            except OpdctlError as error:
-                sections.append(page.Section(recipe, failure=str(error)))
+            except (OpdctlError, ArithmeticError, LookupError, ValueError) as error:  # a claim that cannot be computed
+                sections.append(page.Section(recipe, failure=f"{type(error).__name__}: {error}"))
     page.write(given.output, sections, scale=given.scale)
     print(f"{given.output} is written", f"; failed: {', '.join(failed)}" if failed else "", sep="")
     return 1 if any(part.failure for part in sections) else 0

@@ -43,6 +43,15 @@ class Report:
         gains = [self.gain(model, before, [cell], metric) for cell, model in teacher.items()]
         return weighted_sum([(1 / len(gains), gain) for gain in gains])
 
+    def domains(self, model: str | Mapping[str, str]) -> dict[str, dict[str, float]]:
+        """Task -> effort -> accuracy, as `scores.normalised_score` reads it. `model` may go by task."""
+        found: dict[str, dict[str, float]] = {}
+        for cell in self.cells:
+            task, _, effort = cell.partition(".")
+            chosen = model if isinstance(model, str) else model[task]
+            found.setdefault(task, {})[effort] = self.score(chosen, [cell]).value
+        return found
+
     def length(self, model: str, cell: str) -> float:
         """Mean tokens of an answer, its end included."""
         return float(self._of(model)[cell]["length_mean"])
@@ -107,7 +116,10 @@ class Results:
 
     def metric(self, stage: str, name: str) -> float:
         """The last value, as the record has it."""
-        return float(self.record(stage).metrics[name])
+        metrics = self.record(stage).metrics
+        if name not in metrics:
+            raise OpdctlError(f"stage {stage} of run {self._run.name} has no metric {name}: it has {sorted(metrics)}")
+        return float(metrics[name])
 
     def curve(self, stage: str, name: str) -> list[tuple[int, float]]:
         """(step, value) of a metric while the stage trained, wherever its checkpoint was made."""
@@ -117,6 +129,8 @@ class Results:
             for event in EventTail(attempt.events).read():
                 if event.phase == "train" and name in event.metrics and event.step <= last:
                     found[event.step] = float(event.metrics[name])
+        if not found:
+            raise OpdctlError(f"stage {stage} of run {self._run.name} reported no metric {name} while it trained")
         return sorted(found.items())
 
     def cost(self, selector: str) -> float:
