@@ -91,14 +91,15 @@ def _score(given: InputSpec, report: str, metric: str, cells: Sequence[str], sco
             f"{report} holds no {metric} of '{given.label}'",
             hint="config.within of the eval stage makes it count within_budget",
         )
-    return sum(value["value"] if isinstance(value, dict) else value for value in values) / len(cells)
+    numbers = [float(value["value"] if isinstance(value, dict) else value) for value in values]  # rates have intervals
+    return sum(numbers) / len(numbers)
 
 
 def _publish(source: Path, output: Path, *, shared: bool) -> None:
     """The model's files under their names. A checkpoint of opdctl never changes, so its bytes can be shared; a folder
     of the user's is copied."""
     for path in sorted(source.iterdir()):
-        if path.suffix not in PUBLISHED or path.name in (RECORD, SELECTION) or not path.is_file():
+        if path.suffix not in PUBLISHED or path.name == RECORD or not path.is_file():
             continue
         try:
             if not shared:
