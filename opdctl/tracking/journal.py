@@ -33,7 +33,7 @@ class Published:
 class Ending:
     status: Status
     time: float  # seconds since the epoch
-    message: str = ""  # why it failed
+    message: str = ""  # why it failed; gates that it did not pass
     published: Published | None = None
 
 
