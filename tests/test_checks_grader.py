@@ -4,7 +4,7 @@ import pytest
 from recipes import recipe, tree
 
 from opdctl.errors import ConfigError
-from opdctl.pipeline import expand
+from opdctl.pipeline import expand, marker
 
 RUBRIC = {
     "tasks": ["${each.domain}"],
@@ -18,6 +18,7 @@ EXAM = RUBRIC | {"tasks": ["math", "code"]}
 PAIRS = EXAM | {"mode": "pairwise", "template": "{first} {second}"}
 SERVER = {"by": "endpoint", "endpoint": {"url": "http://127.0.0.1:8000/v1", "model": "m"}}
 RL, EVAL = "stages.max.config.grader", "stages.eval.config.grader"
+GROUP = "stages.eval.config.rollout.group_size"
 JUDGE = {f"stages.{stage}.inputs.grader": "stage:sft" for stage in ("max", "eval")}
 GRADE = {"task": "grade", "chain": {"task": "chain", "domain": "math"}}
 
@@ -51,8 +52,6 @@ BAD = [
 
 def filled(changes):
     """`${each.domain}` as the recipe's tree writes it."""
-    from opdctl.pipeline import marker
-
     text = {"${each.domain}": marker("domain")}
 
     def walk(value):

@@ -26,7 +26,7 @@ class GradeTask(Settings):
 
     task: Literal["grade"]
     chain: ChainTask  # the problems, and the sloppy writer whose answers are graded
-    steps: bool = True  # demonstrations write the nearest right answer before they give the verdict
+    steps: bool = True  # demonstrations write a right answer before they give the verdict
 
 
 class FuseTask(Settings):

@@ -4,9 +4,9 @@ A prompt reads `<grade> <math> +1 *2 =0 ... <max> 3 : 4 1 0 ...`: a chain's own 
 writer gave; the verdict is `yes` or `no`. A model that has learnt this is a generative reward model for the chain's
 answers (`Grader` with mode rubric and the template `<grade> {prompt} : {completion}`).
 
-With `steps` a demonstration goes through the answer word by word and writes what is right, `4 2 0 ... no`, before its
-last word, the verdict; without, the verdict is all of it: a judge that thinks, and one that does not. Only the last
-word of a completion is judged.
+With `steps` a demonstration writes the nearest right answer, beside it the last word of the answer that is graded,
+and then the verdict: `4 2 0 ... 5 3 no`; without, the verdict is all of it: a judge that thinks, and one that does not.
+Only the last word of a completion is judged.
 
 Only problems are asked that the writer got right and wrong within TRIES attempts, and a fair coin picks the one that
 is shown: half of the labels are `yes`, and the problem alone says nothing about its label.
@@ -30,7 +30,7 @@ YES, NO = "yes", "no"
 
 
 class GradeStream:
-    """The task of one chain. `Prompt.answer` is the nearest right answer and the verdict, as one text."""
+    """The task of one chain. `Prompt.answer` is what a demonstration with steps writes."""
 
     def __init__(self, name: str, settings: GradeTask, efforts: EffortSettings | None) -> None:
         self.name = name
@@ -91,8 +91,9 @@ class GradeStream:
 
     def _about(self, problem: Prompt, answer: str, right: bool, group: int) -> Prompt:
         text = f"{TOKEN} {problem.text} {COLON} {answer}"
-        verdict = [*self.chain.nearest(problem, answer.split()), YES if right else NO]
-        return Prompt(text, " ".join(verdict), problem.columns, in_the_place(problem, text), group)
+        written = answer.split()
+        steps = [*self.chain.nearest(problem, written), written[-1], YES if right else NO]
+        return Prompt(text, " ".join(steps), problem.columns, in_the_place(problem, text), group)
 
 
 def in_the_place(problem: Prompt, text: str) -> list[dict[str, str]]:

@@ -74,7 +74,8 @@ def test_a_demonstration_writes_a_right_answer_and_then_the_verdict(domain, effo
     task, judged = grade(domain), chain(domain)
     for shown in task.demonstrations(0, 0, 100, [effort]):
         problem, answer = taken_apart(shown.prompt)
-        *right, verdict = shown.completion.split()
+        *right, last, verdict = shown.completion.split()
+        assert last == answer.split()[-1]
         assert judged.verify(problem, " ".join(right)).correct
         assert len(right) == len(answer.split())
         alike = right == answer.split() if domain == "if" else right[-1] == answer.split()[-1]
