@@ -216,6 +216,26 @@ def test_the_sequence_ratio_moves_as_the_geometric_mean_does():
     assert torch.autograd.gradcheck(objective, tokens.policy, atol=1e-7)
 
 
+@pytest.mark.parametrize(
+    ("form", "name"),
+    [
+        ({"form": "reinforce"}, {"rule": "dis", "low": 1.0, "high": 1e3}),
+        ({"form": "reinforce"}, {"rule": "icepop", "low": 1e-3, "high": 1e3, "policy": "current"}),
+        ({"form": "clip", "low": 1.0, "high": 1e3}, {"rule": "tis", "cap": 1e3}),
+        ({"form": "cispo", "high": 1e3}, {"rule": "icepop", "low": 1e-3, "high": 1e3}),
+    ],
+)
+def test_without_bounds_tokens_of_another_sampler_give_the_policy_gradient(form, name):
+    """Over a vocabulary of 6, drawn as pi_infer draws: the exact mean of the gradient is that of -E_pi A."""
+    logits, others, advantages = draw(6).requires_grad_(), draw(2, 6, seed=1).log_softmax(-1), draw(6, seed=2)
+    given = TypeAdapter(Surrogate).validate_python(form), TypeAdapter(Mismatch).validate_python(name)
+    policy, (old, infer) = logits.log_softmax(0), others
+    loss, _ = policy_loss(*given, policy, old, infer, advantages, torch.arange(6))
+    (found,) = torch.autograd.grad((infer.exp() * loss).sum(), logits, retain_graph=True)
+    (wanted,) = torch.autograd.grad(-(policy.exp() * advantages).sum(), logits)
+    torch.testing.assert_close(found, wanted)
+
+
 def test_nothing_but_the_policy_has_a_gradient():
     tokens = Tokens()
     for given in (tokens.old, tokens.infer, tokens.advantages):
