@@ -102,6 +102,7 @@ class Results:
         if self.settings.get("seeds"):
             base, bracket, axes = stage.partition("[")
             stage = f"{base}[{axes.removesuffix(']') + ',' if bracket else ''}seed={seed}]"
+        self.record(stage)
         return Report(json.loads((self._stage(stage).checkpoint / "report.json").read_text()))
 
     def reports(self, stage: str = "eval") -> list[Report]:
