@@ -12,7 +12,6 @@ from opdctl.settings import (
     ChainTask,
     EvalSettings,
     EvalStage,
-    FactsTask,
     FuseTask,
     Grader,
     GradeTask,
@@ -75,9 +74,6 @@ def _data(settings: AnyStage, pipeline: PipelineSettings) -> Iterator[Problem]:
         for name in dict.fromkeys(data.tasks):
             task = pipeline.tasks.get(name)
             key = f"tasks.{name}"
-            if isinstance(task, FactsTask):
-                text = f"{key}: facts are asked for without an effort: give them a stage of their own, without efforts"
-                yield "config.data.efforts", text
             if isinstance(task, GradeTask | FuseTask):
                 key, task = f"{key}.chain", task.chain
             if isinstance(task, ChainTask) and effort not in task.strides:

@@ -37,11 +37,6 @@ BAD = [
     ({EVAL: EXAM, "stages.eval.backend": "vllm"}, EVAL + ".by", "actor: vLLM is loaded for the models"),
     ({RL: RUBRIC | SERVER, "stages.max.backend": "verl"}, RL, "verl's rewards come from the tasks'"),
     (
-        {"tasks.code": {"task": "facts"}},
-        "stages.sft.config.data.efforts",
-        "tasks.code: facts are asked for without an effort",
-    ),
-    (
         {"tasks.code": {**GRADE, "chain": {**GRADE["chain"], "strides": {"max": 1}}}},
         "stages.sft.config.data.efforts",
         "tasks.code.chain.strides has none for effort 'low'",
@@ -81,6 +76,7 @@ def test_a_contradiction_is_told_by_its_key(changes, key, text):
         {EVAL: PAIRS},
         {EVAL: EXAM | SERVER, "stages.eval.backend": "vllm", "machine": {"slots": 1, "cpus": 2, "gpus": 1}},
         {"tasks.code": GRADE},
+        {"tasks.code": {"task": "facts"}},
         {"tasks.code": {**GRADE, "task": "fuse", "candidates": 6}},
     ],
 )

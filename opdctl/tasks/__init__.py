@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from opdctl.errors import ConfigError
 from opdctl.settings import AnyTask, ChainTask, EffortSettings, FactsTask, FileTask, FuseTask, GradeTask, UndoTask
 
 Split = Literal["train", "eval"]
@@ -54,6 +55,25 @@ def in_effort(row: int, efforts: Sequence[str]) -> tuple[int, str]:
     """Which row of which effort's own stream comes `row`-th, where the efforts (with repeats) take turns."""
     turn, slot = divmod(row, len(efforts))
     return turn * efforts.count(efforts[slot]) + efforts[:slot].count(efforts[slot]), efforts[slot]
+
+
+def effort_wording(task: str, efforts: EffortSettings | None, effort: str | None) -> str:
+    """What asks for an effort, "" for none. Raises ConfigError for a level that the settings do not have."""
+    if effort is None:
+        return ""
+    levels = efforts.levels if efforts else {}
+    if effort not in levels:
+        known = ", ".join(levels) or "none: the pipeline has no `efforts`"
+        raise ConfigError(f"tasks.{task}: effort {effort!r} is asked for; known levels: {known}")
+    return levels[effort]
+
+
+def turns(efforts: EffortSettings | None, asked: str, text: str) -> list[dict[str, str]]:
+    """A prompt's messages where efforts are asked for by system prompt; else none: it is its text."""
+    if efforts is None or efforts.by != "system_prompt":
+        return []
+    system = [{"role": "system", "content": asked}] if asked else []
+    return [*system, {"role": "user", "content": text}]
 
 
 class Task(Protocol):
@@ -103,7 +123,7 @@ def load_task(name: str, settings: AnyTask, efforts: EffortSettings | None, work
         case FactsTask():
             from opdctl.tasks.facts import Facts
 
-            return Facts(name, settings)
+            return Facts(name, settings, efforts)
         case FileTask():
             from opdctl.tasks.files import FileRows
 

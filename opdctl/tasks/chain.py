@@ -24,7 +24,7 @@ import numpy.typing as npt  # noqa: TID253 (as above)
 
 from opdctl.errors import ConfigError
 from opdctl.settings import ChainTask, EffortSettings
-from opdctl.tasks import Demonstration, Prompt, Split, Verdict, first_group
+from opdctl.tasks import Demonstration, Prompt, Split, Verdict, effort_wording, first_group, turns
 
 Array = npt.NDArray[np.int64]
 Step = Callable[[int], tuple[int, ...]]  # index of a state -> indices of the states it may become
@@ -160,23 +160,13 @@ class ChainStream:
         return [self._prompt(*self._problem_block(split, seed, i // BLOCK)[i % BLOCK], effort, i) for i in rows]
 
     def _prompt(self, first: str, ops: tuple[str, ...], effort: str | None, group: int) -> Prompt:
-        asked = "" if effort is None else self._wording(effort)
-        by_system_prompt = self.efforts is not None and self.efforts.by == "system_prompt"
-        token = f" {asked}" if asked and not by_system_prompt else ""
-        text = f"<{self.settings.domain}> {' '.join(ops)}{token} {first}"
-        messages: list[dict[str, str]] = []
-        if by_system_prompt:
-            system = [{"role": "system", "content": asked}] if asked else []
-            messages = [*system, {"role": "user", "content": text}]
+        asked = effort_wording(self.name, self.efforts, effort)
+        text = f"<{self.settings.domain}> {' '.join(ops)} {first}"
+        messages = turns(self.efforts, asked, text)
+        if asked and not messages:
+            text = f"<{self.settings.domain}> {' '.join(ops)} {asked} {first}"
         columns = {"domain": self.name} if effort is None else {"domain": self.name, "effort": effort}
         return Prompt(text, (first, ops), columns, messages, self._groups + group)
-
-    def _wording(self, effort: str) -> str:
-        levels = self.efforts.levels if self.efforts else {}
-        if effort not in levels:
-            known = ", ".join(levels) or "none: the pipeline has no `efforts`"
-            raise ConfigError(f"tasks.{self.name}: effort {effort!r} is asked for; known levels: {known}")
-        return levels[effort]
 
     def _draw_problems(self, split: Split, seed: int, block: int) -> list[tuple[str, tuple[str, ...]]]:
         rng = self._rng(split, seed, block)
@@ -225,7 +215,7 @@ class ChainStream:
         its own, written as at the last level of `strides`.
         """
         for effort in efforts:
-            self._wording(effort)
+            effort_wording(self.name, self.efforts, effort)
         size = BLOCK * max(1, len(efforts))
         rows = range(start, start + count)
         return [self._demonstration_block(seed, i // size, tuple(efforts))[i % size] for i in rows]

@@ -16,7 +16,7 @@ from typing import Any
 
 from opdctl.errors import ConfigError, StageFailed
 from opdctl.settings import AnyTask, EffortSettings, FileTask
-from opdctl.tasks import Demonstration, Prompt, Split, Verdict, first_group, is_held_out
+from opdctl.tasks import Demonstration, Prompt, Split, Verdict, effort_wording, first_group, is_held_out
 from opdctl.tasks.verifiers import BUILTIN, answer_problem, resolve
 
 ROLES = ("system", "user", "assistant")
@@ -354,7 +354,7 @@ class FileRows:
         return [int(index) for index in rng.permutation(len(self._rows["train"]))]
 
     def _prompt(self, row: Row, effort: str | None, position: int) -> Prompt:
-        asked = "" if effort is None else self._wording(effort)
+        asked = effort_wording(self.name, self.efforts, effort)
         by_token = self.efforts is not None and self.efforts.by == "control_token"
         text = f"{row.text} {asked}" if asked and by_token else row.text
         messages: list[Message] = []
@@ -377,13 +377,6 @@ class FileRows:
                 hint="paths of images are relative to the workspace",
             )
         return [str(path) for path in paths]
-
-    def _wording(self, effort: str) -> str:
-        levels = self.efforts.levels if self.efforts else {}
-        if effort not in levels:
-            known = ", ".join(levels) or "none: the pipeline has no `efforts`"
-            raise ConfigError(f"tasks.{self.name}: effort {effort!r} is asked for; known levels: {known}")
-        return levels[effort]
 
     def verify(self, prompt: Prompt, completion: str) -> Verdict:
         return self._verify(prompt, completion)

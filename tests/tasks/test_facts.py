@@ -4,12 +4,12 @@ import pytest
 import yaml
 
 from opdctl.errors import ConfigError
-from opdctl.settings import FactsTask
+from opdctl.settings import EffortSettings, FactsTask
 from opdctl.tasks import load_task
 
 
-def facts(count=300, **settings):
-    return load_task("facts", FactsTask(task="facts", facts=count, **settings), None)
+def facts(count=300, efforts=None, **settings):
+    return load_task("facts", FactsTask(task="facts", facts=count, **settings), efforts)
 
 
 def told(task, split="train", seed=0, start=0, count=300):
@@ -53,11 +53,24 @@ def test_no_key_tells_its_value():
     assert len(known) == 1000
 
 
-def test_facts_are_asked_for_without_an_effort():
-    with pytest.raises(ConfigError, match="tasks.facts: facts are asked for without an effort, and 'max'"):
-        facts().prompts("train", 0, 0, 1, "max")
-    with pytest.raises(ConfigError, match="'low'"):
-        facts().demonstrations(0, 0, 1, ["low"])
+def test_an_effort_stands_behind_the_key_and_changes_nothing_else():
+    tokens = EffortSettings(by="control_token", levels={"low": "<low>", "max": "<max>"})
+    system = EffortSettings(by="system_prompt", levels={"low": "Be brief.", "max": "Think."})
+    (plain,) = facts().prompts("eval", 0, 5, 1)
+    (by_token,) = facts(efforts=tokens).prompts("eval", 0, 5, 1, "max")
+    (by_system,) = facts(efforts=system).prompts("eval", 0, 5, 1, "max")
+    assert (by_token.text, by_token.answer) == (f"{plain.text} <max>", plain.answer)
+    assert by_token.columns == {"domain": "facts", "effort": "max"}
+    assert [message["content"] for message in by_system.messages] == ["Think.", plain.text]
+    with pytest.raises(ConfigError, match="tasks.facts: effort 'high' is asked for"):
+        facts(efforts=tokens).prompts("train", 0, 0, 1, "high")
+
+
+def test_every_effort_reads_all_facts():
+    efforts = EffortSettings(by="control_token", levels={"low": "<low>", "max": "<max>"})
+    shown = facts(20, efforts=efforts).demonstrations(0, 0, 40, ["low", "max"])
+    assert [row.prompt.columns["effort"] for row in shown] == ["low", "max"] * 20
+    assert len({row.prompt.text for row in shown}) == 40
 
 
 def test_the_packaged_model_knows_every_word():
