@@ -3,7 +3,9 @@
 from pathlib import Path
 
 import pytest
-from engine.stages import ROLLOUT, Recorder, rlvr, run, sft, train
+from engine.stages import BUDGET, ROLLOUT, Recorder, rlvr, run, sft, train
+
+from opdctl.backends.contract import InputSpec
 
 SURROGATES = {
     "clip": {"form": "clip", "low": 0.2, "high": 0.28},
@@ -101,3 +103,14 @@ def test_max_advantage_bounds_what_a_completion_weighs(tmp_path, start):
     small = metrics(tmp_path / "small", start, max_advantage=1e-3, **config)
     smaller = metrics(tmp_path / "smaller", start, max_advantage=1e-4, **config)
     assert small[0]["grad_norm"] == pytest.approx(10 * smaller[0]["grad_norm"], rel=1e-3)
+
+
+@pytest.mark.parametrize("square", [0.0, 0.1])
+def test_the_square_of_the_log_ratio_pulls_completions_without_advantage_too(tmp_path, start, square):
+    """Every completion is over budget, so every advantage is 0: tokens are computed where the square needs them."""
+    record = Recorder()
+    effort = {"tau": 0.01, "anneal": "hard", "budget": BUDGET}
+    surrogate = SURROGATES["log_ratio_clip"] | {"square": square}
+    cold = (InputSpec("budget", "sft", str(start)),)
+    run(rlvr(tmp_path / "rl", start, inputs=cold, effort=effort, surrogate=surrogate, mismatch=RULES["tis"]), record)
+    assert all(("mismatch_ratio" in found) == (square > 0) for _, found in record.events)
