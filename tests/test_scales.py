@@ -52,12 +52,18 @@ def test_every_pipeline_is_valid_at_every_scale_of_gpus_with_every_model_that_fi
 
 
 @pytest.mark.parametrize("pipeline", [p for p in PIPELINES if p not in EVERYWHERE])
-def test_on_eight_gpus_a_recipe_is_valid_or_all_that_is_said_names_the_backend_that_can(workspace, pipeline):
-    problems = []
+def test_on_eight_gpus_a_recipe_has_commands_for_verl_or_all_that_is_said_names_the_backend_that_can(
+    workspace, pipeline
+):
     try:
-        load_pipeline(pipeline, ["scale=h200x8", "model=qwen3_8b"])
+        plan = planned(workspace, pipeline, "scale=h200x8", "model=qwen3_8b")
     except ConfigError as error:
         problems = error.problems
+    else:
+        problems = []
+        commands = Launcher(plan, plan.stages, lambda text: None, fetch=False).commands()
+        trained = {item.stage.name for item in plan.stages if item.stage.settings.backend == "verl"}
+        assert {stage for stage, text in commands.items() if text} == trained
     assert not [text for text in problems if not re.search(r"\b(embedded|vllm|verl)\b", text)]
 
 

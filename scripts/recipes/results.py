@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal
 
 from opdctl.backends.events import EventTail
@@ -59,7 +60,7 @@ class Report:
     def pass_at(self, model: str, k: int, cells: Sequence[str] = ()) -> float:
         """Plain mean over the cells of the share of prompts that k samples solve."""
         chosen = list(cells) or self.cells
-        return sum(self._of(model)[cell]["pass_k"][str(k)] for cell in chosen) / len(chosen)
+        return fmean(float(self._of(model)[cell]["pass_k"][str(k)]) for cell in chosen)
 
     def normalised(self, model: str, metric: Literal["accuracy", "within"] = "accuracy") -> float:
         """The MOPD paper's score: 0 as the student before, 1 as the teachers."""
