@@ -1,7 +1,7 @@
 """RL with verifiable rewards: the GRPO family.
 
-One obvious place for each part: what a completion earns is `_Rewards`, what that makes of a token is
-`advantages.group_advantages`, what the policy follows is `losses.policy_loss`.
+One obvious place for each part: what a completion earns is `_Sampler._rewards`, what that makes of a token
+is `advantages.group_advantages`, what the policy follows is `losses.policy_loss`.
 """
 
 import math
