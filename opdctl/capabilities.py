@@ -93,6 +93,11 @@ def _verl(settings: AnyStage, inputs: Sequence[Input], pipeline: PipelineSetting
         yield from _rlvr(config, inputs)
     if isinstance(config, OpdSettings):
         yield from _opd(config, resources)
+        if settings.resources.teacher_states == "cached":
+            yield (
+                "resources.teacher_states",
+                "cached, and verl serves every teacher whole, from its own GPUs: backend: embedded caches, or take direct",
+            )
 
 
 def _precision(config: Trained, resources: VerlResources) -> Iterator[Problem]:

@@ -159,3 +159,8 @@ def _opd(config: OpdSettings) -> Iterator[Problem]:
             f"{shown} has no ratio to the policy that sampled, and there are {updates} optimizer steps per rollout "
             "batch: make train.global_batch_size equal to rollout.prompts x rollout.group_size",
         )
+    if config.extrapolation and (late := max(config.extrapolation.steps)) > config.train.max_steps:
+        yield (
+            "config.extrapolation.steps",
+            f"{late} is never reached: train.max_steps is {config.train.max_steps}",
+        )

@@ -45,6 +45,7 @@ BAD = [
     (PG | {"stages.fuse.config.loss.discount": 0.9}, "fuse.config.loss.discount", "backend: embedded has"),
     (PG | {"stages.fuse.config.loss.margin": {"margin": 0.4}}, "fuse.config.loss.margin", "backend: embedded has"),
     ({"stages.fuse.config.balance": True}, "fuse.config.balance", "backend: embedded has"),
+    ({"stages.fuse.resources.teacher_states": "cached"}, "fuse.resources.teacher_states", "backend: embedded caches"),
     ({"stages.fuse.config.sampled_by": "teacher"}, "fuse.config.sampled_by", "backend: embedded has"),
     ({"stages.fuse.config.loss": {"form": "forward_kl"}}, "fuse.config.loss.form", "forward_kl needs all of a teacher"),
     ({"stages.fuse.config.loss": {"form": "jsd", "beta": 0.5}}, "fuse.config.loss.form", "jsd needs all of a teacher"),

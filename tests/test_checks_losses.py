@@ -80,8 +80,14 @@ BAD = [
         f"{F}.loss.form",
         "minillm with discount > 0 has no ratio to the policy that sampled",
     ),
+    (
+        {f"{F}.extrapolation": {"steps": [1, 64], "scales": [2.0], "prompts": 8}},
+        f"{F}.extrapolation.steps",
+        "64 is never reached: train.max_steps is",
+    ),
 ]  # fmt: skip
 GOOD = [
+    {f"{F}.extrapolation": {"steps": [1], "scales": [2.0], "prompts": 8}},
     ONE_STEP | {f"{M}.surrogate": REINFORCE},
     {f"{M}.surrogate": REINFORCE, f"{M}.mismatch": DIS},
     {f"{M}.surrogate": REINFORCE, f"{M}.mismatch": ON_CURRENT},

@@ -89,16 +89,21 @@ class Gradients:
     def __init__(self, hidden_ND: Tensor, head_VD: Tensor, needs_hidden: bool, needs_head: bool) -> None:
         self._hidden_ND, self._head_VD = hidden_ND, head_VD
         self.hidden_ND = torch.empty_like(hidden_ND) if needs_hidden else None
-        # a sum over chunks: bfloat16 would lose the later ones
-        wide = head_VD.dtype if head_VD.dtype == torch.float64 else torch.float32
-        self._sum_VD = torch.zeros_like(head_VD, dtype=wide) if needs_head else None
+        self._needs_head = needs_head
+        # over chunks, in the dtype of the logits' gradient: bfloat16 would lose the later ones
+        self._sum_VD: Tensor | None = None
 
     def add(self, rows: slice, logits_CV: Tensor) -> None:
         """Take in the gradient of a chunk's logits."""
         if self.hidden_ND is not None:
             self.hidden_ND[rows] = logits_CV.to(self._head_VD.dtype) @ self._head_VD
-        if self._sum_VD is not None:
-            self._sum_VD.addmm_(logits_CV.T, self._hidden_ND[rows].to(logits_CV.dtype))
+        if not self._needs_head:
+            return
+        hidden_CD = self._hidden_ND[rows].to(logits_CV.dtype)
+        if self._sum_VD is None:
+            self._sum_VD = torch.mm(logits_CV.T, hidden_CD)  # a pass over [V, D] less than from zeros
+        else:
+            self._sum_VD.addmm_(logits_CV.T, hidden_CD)
 
     @property
     def head_VD(self) -> Tensor | None:

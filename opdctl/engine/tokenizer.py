@@ -1,5 +1,6 @@
 """Tokenizers: made from a word list or loaded; text to ids without silent loss."""
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeAlias
@@ -19,7 +20,7 @@ def word_tokenizer(words: Sequence[str]) -> Tokenizer:
 
     Raises OpdctlError for a word that is empty, holds a blank or occurs twice.
     """
-    bad = sorted({word for word in words if word.split() != [word] or words.count(word) > 1})
+    bad = sorted(word for word, times in Counter(words).items() if word.split() != [word] or times > 1)
     if bad:
         raise OpdctlError(
             f"model.tokenizer.words: {', '.join(map(repr, bad))}: every word must be there once and without blanks"

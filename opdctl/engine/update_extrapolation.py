@@ -29,12 +29,6 @@ class Extrapolation:
 
     def __init__(self, settings: UpdateExtrapolation, trainer: Trainer, score: Callable[[], float]) -> None:
         """`score()` is how well `trainer.policy`, as it is, answers; the same weights must score the same."""
-        if late := [step for step in settings.steps if step > trainer.train.max_steps]:
-            raise StageRefused(
-                f"config.extrapolation.steps: {late[0]} is never reached: config.train.max_steps is "
-                f"{trainer.train.max_steps}",
-                hint="leave out the steps above max_steps",
-            )
         self._settings, self._trainer, self._score = settings, trainer, score
         if trainer.step == 0:
             self._set_base()

@@ -13,7 +13,6 @@ from opdctl.engine.batch import Sequence, collate
 from opdctl.engine.loop import Trainer, open_policy
 from opdctl.engine.update_extrapolation import Extrapolation, held_out_accuracy
 from opdctl.engine.vocab import token_logprobs
-from opdctl.errors import StageRefused
 from opdctl.settings import OpdSettings, Train, UpdateExtrapolation
 
 torch.set_num_threads(1)
@@ -131,11 +130,6 @@ def test_masters_of_low_precision_weights_are_stretched(tmp_path):
     assert all(
         torch.equal(weight, masters[name].to(torch.bfloat16)) for name, weight in trainer.policy.named_parameters()
     )
-
-
-def test_a_step_that_is_never_reached_is_refused(tmp_path):
-    with pytest.raises(StageRefused, match=r"config.extrapolation.steps: 8 is never reached"):
-        Extrapolation(settings(steps=(1, 8)), trainer_of(tmp_path / "sft"), scores()[0])
 
 
 @pytest.mark.parametrize("killed_at", [1, 2, 3])
