@@ -96,7 +96,7 @@ def _verl(settings: AnyStage, inputs: Sequence[Input], pipeline: PipelineSetting
         if settings.resources.teacher_states == "cached":
             yield (
                 "resources.teacher_states",
-                "cached, and verl serves every teacher whole, from its own GPUs: backend: embedded caches, or take direct",
+                "cached, and verl serves whole teachers from GPUs of their own: backend: embedded caches",
             )
 
 
