@@ -8,9 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
+from opdctl.comparison import unseeded
 from opdctl.pages.page import Html
 
-LETTER, ROW, PAD = 6.4, 17.0, 10.0  # width of a letter and height of a line of the text, space inside a box
+LETTER, DOT, ROW, PAD = 6.4, 10.0, 17.0, 10.0  # width of a letter and a dot, height of a line, space inside a box
 GAP, LANE, BETWEEN = 26.0, 14.0, 54.0  # between boxes, for a line that passes, between layers
 SHOWN = 6  # instances that a box names; more are counted
 LONGEST = 34  # letters of a line
@@ -42,21 +43,31 @@ class _Box:
     tall: float = 0.0  # of a line that passes: the height of the layer
 
     @property
-    def lines(self) -> list[tuple[str, str]]:
-        """Text and state."""
+    def lines(self) -> list[tuple[str, list[str]]]:
+        """Text, and a state for each dot behind it: seeds share a line."""
         first = self.items[0]
-        base = first.name.partition("[")[0]
-        if len(self.items) == 1:
-            return [(_cut(first.name), ""), (f"{first.kind}, {first.told}" if first.told else first.kind, first.state)]
-        rows = [(_cut(f"{_axes(item.name)}  {item.told}"), item.state) for item in self.items[:SHOWN]]
-        if more := self.items[SHOWN:]:
-            states = {item.state for item in more}
-            rows.append((f"and {len(more)} more", states.pop() if len(states) == 1 else "differs"))
-        return [(_cut(f"{base} x{len(self.items)}, {first.kind}"), ""), *rows]
+        by_name: dict[str, list[Item]] = {}
+        for item in self.items:
+            by_name.setdefault(unseeded(item.name)[0], []).append(item)
+        if len(by_name) == 1:
+            told = f"{first.kind}, {first.told}" if first.told else first.kind
+            return [(_cut(next(iter(by_name))), []), (_cut(told), [item.state for item in self.items])]
+        rows = [
+            (_cut(f"{_axes(name)}  {items[0].told}".rstrip()), [item.state for item in items])
+            for name, items in by_name.items()
+        ]
+        if more := rows[SHOWN:]:
+            states = {state for _, listed in more for state in listed}
+            rows = [*rows[:SHOWN], (f"and {len(more)} more", [states.pop() if len(states) == 1 else "differs"])]
+        return [(_cut(f"{first.name.partition('[')[0]} x{len(by_name)}, {first.kind}"), []), *rows]
 
     @property
     def width(self) -> float:
-        return LETTER * max(len(text) for text, _ in self.lines) + 2 * PAD + 14 if self.items else LANE
+        return (
+            max(LETTER * len(text) + DOT * len(states) for text, states in self.lines) + 2 * PAD + 8
+            if self.items
+            else LANE
+        )
 
     @property
     def height(self) -> float:
@@ -210,20 +221,20 @@ def _drawn(box: _Box) -> str:
     frame = f'<rect class="frame" {place} width="{box.width:.1f}" rx="5"/>'
     frame += f'<rect class="k-{kind}" {place} width="5" rx="2"/>'
     texts = []
-    for number, (line, state) in enumerate(box.lines):
+    for number, (line, states) in enumerate(box.lines):
         y = box.y + PAD + 8 + ROW * number
         style = ' class="name"' if number == 0 else ""
         texts.append(f'<text{style} x="{left + PAD + 4:.1f}" y="{y:.1f}">{escape(line)}</text>')
-        if state:
-            dot = f'cx="{left + box.width - PAD:.1f}" cy="{y - 4:.1f}" r="3.5"'
+        for back, state in enumerate(reversed(states)):
+            dot = f'cx="{left + box.width - PAD - DOT * back:.1f}" cy="{y - 4:.1f}" r="3.5"'
             texts.append(f'<circle class="s-{escape(state.replace(" ", "-"))}" {dot}/>')
     return f'<g class="stage"><title>{escape(names)}</title>{frame}{"".join(texts)}</g>'
 
 
 def _axes(name: str) -> str:
-    """`max[domain=general,seed=1]` -> `general, seed=1`: the name of the axis only where it is needed."""
+    """`max[domain=general,round=1]` -> `general, round=1`: the name of the axis only where it is needed."""
     parts = name.partition("[")[2].rstrip("]").split(",")
-    return ", ".join(part if part.startswith(("seed=", "round=")) else part.partition("=")[2] for part in parts)
+    return ", ".join(part if part.startswith("round=") else part.partition("=")[2] for part in parts)
 
 
 def _cut(text: str) -> str:

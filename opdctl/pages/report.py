@@ -31,7 +31,8 @@ def report_page(story: Story, lines: Sequence[StageLine], comparison: Comparison
         _summary(story, lines),
         heading(2, "Stages"),
         paragraph(
-            "Each stage stands below what it reads. Dashed: teachers; faint: read without being trained on.", "dim"
+            "Each stage stands below what it reads. Dashed: as teachers; faint: to be measured only. A dot for each seed.",
+            "dim",
         ),
         stage_graph(_items(story, lines)),
         _stages(story, lines),
@@ -93,7 +94,7 @@ def _items(story: Story, lines: Sequence[StageLine]) -> list[Item]:
 
 
 def _told(line: StageLine) -> str:
-    steps = f"{line.step:,} {UNITS.get(line.kind, 'steps')}" if line.step else line.state
+    steps = f"{line.step:,} {UNITS.get(line.kind, 'steps')}" if line.step else ""
     return join([steps, duration(line.seconds) if line.seconds is not None else ""])
 
 
