@@ -205,9 +205,6 @@ def _opd(config: OpdSettings, inputs: Sequence[Input], pipeline: PipelineSetting
         vocabulary = len(pipeline.model.tokenizer.words)
         if config.loss.k > vocabulary:
             yield "config.loss.k", f"{config.loss.k}, but the vocabulary has {vocabulary} words"
-    for step in config.extrapolation.steps if config.extrapolation else ():
-        if step > config.train.max_steps:
-            yield "config.extrapolation.steps", f"{step} is never reached: train.max_steps is {config.train.max_steps}"
     if "effort" in config.route_by and not config.data.efforts:
         yield "config.route_by", "rows have no effort to route by: config.data.efforts is empty"
     elif teachers:

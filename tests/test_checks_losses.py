@@ -7,6 +7,7 @@ from opdctl.errors import ConfigError
 from opdctl.pipeline import expand
 
 M, F = "stages.max.config", "stages.fuse.config"
+INPUTS = "stages.fuse.inputs"
 REINFORCE, SEQUENCE = {"form": "reinforce"}, {"form": "clip", "level": "sequence"}
 ONE_STEP = {f"{M}.train.global_batch_size": 16}  # of the 16 sequences of a rollout batch
 TWO_STEPS = {f"{F}.train.global_batch_size": 4}  # of 8
@@ -81,12 +82,35 @@ BAD = [
         "minillm with discount > 0 has no ratio to the policy that sampled",
     ),
     (
+        {f"{F}.loss": policy_gradient(margin={"margin": 0.4}), f"{F}.rollout.group_size": 1, f"{F}.rollout.prompts": 8},
+        f"{F}.loss.margin",
+        "compares the right with the wrong completions of a group",
+    ),
+    ({f"{F}.loss": {"form": "overlap", "k": 6}}, f"{F}.loss.k", "6, but the vocabulary has 5 words"),
+    (
+        {f"{F}.loss": policy_gradient(teacher_scale=1.25)},
+        f"{INPUTS}.reference",
+        "required, and not set: config.loss.teacher_scale is 1.25",
+    ),
+    (
+        {f"{F}.loss": policy_gradient(), f"{INPUTS}.reference": "stage:sft"},
+        f"{INPUTS}.reference",
+        "would not be read: config.loss.teacher_scale is 1",
+    ),
+    (
+        {f"{INPUTS}.reference": "stage:sft"},
+        f"{INPUTS}.reference",
+        "would not be read: config.loss.form is full_vocab",
+    ),
+    (
         {f"{F}.extrapolation": {"steps": [1, 64], "scales": [2.0], "prompts": 8}},
         f"{F}.extrapolation.steps",
         "64 is never reached: train.max_steps is",
     ),
 ]  # fmt: skip
 GOOD = [
+    {f"{F}.loss": policy_gradient(teacher_scale=1.25, margin={"margin": 0.4}), f"{INPUTS}.reference": "stage:sft"},
+    {f"{F}.loss": {"form": "overlap", "k": 5}},
     {f"{F}.extrapolation": {"steps": [1], "scales": [2.0], "prompts": 8}},
     ONE_STEP | {f"{M}.surrogate": REINFORCE},
     {f"{M}.surrogate": REINFORCE, f"{M}.mismatch": DIS},

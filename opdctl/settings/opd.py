@@ -10,7 +10,8 @@ from opdctl.settings.train import Mixture, Rollout, Train
 
 
 class MarginCalibration(Settings):
-    """Uni-OPD: where right completions do not score `margin` above wrong ones, both are shifted until they do."""
+    """Uni-OPD: where a group's right completions do not score `margin` above its wrong ones, both are shifted by half of
+    what lacks. Needs group_size >= 2."""
 
     margin: Positive  # of the mean log-ratio per token
 
@@ -93,6 +94,6 @@ class OpdSettings(Settings):
     default_teacher: str | None = None  # stage address of the teacher for rows without a route; else refused
     aggregation: Literal["sequence_mean", "token_mean"] = "sequence_mean"  # 1/|y| per sequence, or over all tokens
     sampled_by: Literal["student", "teacher"] = "student"  # teacher: off-policy, for comparison
-    balance: bool = False  # Uni-OPD: as many wrong as right completions, the surplus left out of the loss
+    balance: bool = False  # Uni-OPD: as many wrong as right completions of a rollout batch, the surplus out of the loss
     extrapolation: UpdateExtrapolation | None = None
     health_topk: Count = 16  # of the overlap metrics
