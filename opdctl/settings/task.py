@@ -42,7 +42,7 @@ class UndoTask(Settings):
 
     task: Literal["undo"]
     domain: Literal["math", "code", "if"]
-    links: Annotated[list[Annotated[int, Field(ge=1, le=64)]], Field(min_length=1)] = [8, 12, 16]  # a problem has one
+    links: Annotated[list[Annotated[int, Field(ge=4, le=64)]], Field(min_length=1)] = [8, 12, 16]  # a problem has one
     undos: Count = 8  # an answer with more is wrong
     held_out: Fraction = 0.1  # share of all problems kept for evaluation, by content hash
     slip: Fraction = 0.05  # demonstrations: chance that a state is wrong when first written

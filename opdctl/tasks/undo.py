@@ -23,7 +23,7 @@ import numpy as np  # noqa: TID253 (this module is imported by `load_task` alone
 from opdctl.errors import ConfigError
 from opdctl.settings import EffortSettings, UndoTask
 from opdctl.tasks import Demonstration, Prompt, Split, Verdict, first_group, is_held_out
-from opdctl.tasks.chain import DOMAINS
+from opdctl.tasks.chain import DOMAINS, SMALLEST_SHARE
 
 UNDO, FILL = "<undo>", "."
 BLOCK = 256  # problems drawn at once: row i lies in block i // BLOCK
@@ -83,6 +83,11 @@ class UndoStream:
 
     def _draw(self, rng: np.random.Generator, split: Split) -> list[Problem]:
         """BLOCK problems of the split: the others are thrown away."""
+        held_out = self.settings.held_out
+        if (held_out if split == "eval" else 1 - held_out) < SMALLEST_SHARE:
+            raise ConfigError(
+                f"tasks.{self.name}.held_out: {held_out} leaves hardly a problem for {split}", hint="0.1 is usual"
+            )
         states, problems = self.domain.states, list[Problem]()
         while len(problems) < BLOCK:
             lengths = rng.choice(self.settings.links, BLOCK).tolist()
@@ -91,7 +96,7 @@ class UndoStream:
             for length, row, first in zip(lengths, ops, firsts, strict=True):
                 problem = Problem(states[first], tuple([self._ops[op] for op in row[:length]]), ())
                 content = " ".join([self.settings.domain, problem.first, *problem.ops])
-                if is_held_out(content, self.settings.held_out) == (split == "eval"):
+                if is_held_out(content, held_out) == (split == "eval"):
                     problems.append(problem)
         return problems[:BLOCK]
 

@@ -35,14 +35,14 @@ def spelled(domain, prompt):
 
 
 def test_a_prompt_reads_domain_operations_dots_start():
-    for prompt in undo(links=[3, 5]).prompts("train", 0, 5, 20):
+    for prompt in undo(links=[4, 6]).prompts("train", 0, 5, 20):
         problem = prompt.answer
-        assert prompt.text == " ".join(["<math>", *problem.ops, *["."] * (5 - len(problem.ops)), problem.first])
+        assert prompt.text == " ".join(["<math>", *problem.ops, *["."] * (6 - len(problem.ops)), problem.first])
         assert prompt.columns == {"domain": "chains"}
 
 
 def test_an_effort_is_asked_for_before_the_start_or_in_the_system_prompt():
-    settings = UndoTask(task="undo", domain="math", links=[3])
+    settings = UndoTask(task="undo", domain="math", links=[4])
     (prompt,) = UndoStream("chains", settings, TOKENS).prompts("train", 0, 5, 1, "low")
     first, ops, _ = prompt.answer
     assert prompt.text == f"<math> {' '.join(ops)} <low> {first}"
@@ -91,7 +91,7 @@ def test_another_seed_asks_other_problems():
 
 @every_domain
 def test_held_out_problems_are_in_no_training_row(domain):
-    task = undo(domain, links=[2, 4])
+    task = undo(domain, links=[4, 5])
     for row in task.demonstrations(0, 0, 500):
         assert not is_held_out(spelled(domain, row.prompt), 0.1)
     for prompt in task.prompts("train", 3, 0, 500):
@@ -280,3 +280,9 @@ def test_an_unknown_effort_is_refused():
             task.prompts("train", 0, 0, 1, "medium")
         with pytest.raises(ConfigError, match="tasks.chains: effort 'medium' is asked for"):
             task.demonstrations(0, 0, 1, ["medium"])
+
+
+@pytest.mark.parametrize(("held_out", "split"), [(0.0, "eval"), (1.0, "train")])
+def test_a_split_without_problems_is_refused(held_out, split):
+    with pytest.raises(ConfigError, match=rf"tasks.chains.held_out: {held_out} leaves hardly a problem for {split}"):
+        undo(held_out=held_out).prompts(split, 0, 0, 1)
