@@ -10,8 +10,8 @@ from opdctl.settings.train import Mixture, Rollout, Train
 
 
 class MarginCalibration(Settings):
-    """Uni-OPD: where a group's right completions do not score `margin` above its wrong ones, both are shifted by half of
-    what lacks. Needs group_size >= 2."""
+    """Uni-OPD: where a group's right completions do not score `margin` above its wrong ones, both are shifted, by half
+    of what lacks each. Needs group_size >= 2."""
 
     margin: Positive  # of the mean log-ratio per token
 
