@@ -62,6 +62,10 @@ class Report:
         chosen = list(cells) or self.cells
         return fmean(float(self._of(model)[cell]["pass_k"][str(k)]) for cell in chosen)
 
+    def agreement(self, model: str, cell: str) -> Estimate:
+        """How often the stage's grader says of the model's answers what the verifier does."""
+        return Estimate(**self._of(model)[cell]["grader"]["agreement"])
+
     def normalised(self, model: str, metric: Literal["accuracy", "within"] = "accuracy") -> float:
         """The MOPD paper's score: 0 as the student before, 1 as the teachers."""
         key = f"{model}/{metric}"
