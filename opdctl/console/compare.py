@@ -14,13 +14,12 @@ from opdctl.console.fusion import TITLES, heading
 from opdctl.console.metrics import amount, number
 
 WIDE = 110  # columns from which costs and health are shown in full
-HEALTH = {
-    "reverse_kl": "reverse KL",
-    "overlap": "overlap",
-    "student_entropy": "entropy",
-    "entropy": "entropy",
-    "length": "length",
-    "accuracy": "accuracy",
+HEALTH = {  # heading -> metrics, of which a student has one
+    "reverse KL": ("reverse_kl",),
+    "overlap": ("overlap",),
+    "entropy": ("student_entropy", "entropy"),
+    "length": ("length",),
+    "accuracy": ("accuracy",),
 }
 NARROW_COSTS = {"sampled_tokens": "tokens", "cpu_seconds": "CPU s", "gpu_seconds": "GPU s", "steps_to_95": "to 95 %"}
 WIDE_COSTS = {"sampled_completions": "completions", "seconds": "wall s", "steps": "steps"}
@@ -159,26 +158,28 @@ class _Health:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         known = {name for student in self.students for name in student.health}
-        shown = [name for name in HEALTH if name in known]
+        shown = [heading for heading, names in HEALTH.items() if known & set(names)]
         if options.max_width < WIDE:
-            shown = [name for name in shown if name != "accuracy"]
-        table = _grid(["student", *(HEALTH[name] for name in shown)])
+            shown = [heading for heading in shown if heading != "accuracy"]
+        table = _grid(["student", *shown])
         for student in self.students:
             if student.health:
-                table.add_row(student.label, *(self._change(student, name) for name in shown))
+                table.add_row(student.label, *(self._change(student, HEALTH[heading]) for heading in shown))
         yield Text.assemble(("training", "bold"), ("   mean of the first tenth of the steps, and of the last", "dim"))
         yield table
 
     @staticmethod
-    def _change(student: Student, name: str) -> str:
-        found = student.health.get(name)
+    def _change(student: Student, names: Sequence[str]) -> str:
+        found = next((student.health[name] for name in names if name in student.health), None)
         return f"{number(found.first.value)} {number(found.last.value)}" if found else "-"
 
 
 def headings(labels: Sequence[str]) -> dict[str, str]:
-    """Short ones where they tell the students apart."""
+    """The values of the axes alone where all students are instances of one stage, else below its name."""
     short = {label: heading(label) for label in labels}
-    return short if len(set(short.values())) == len(labels) else {label: label.replace("[", "\n[") for label in labels}
+    if len({label.partition("[")[0] for label in labels}) == 1 and len(set(short.values())) == len(labels):
+        return short
+    return {label: f"{label.partition('[')[0]}\n{short[label]}" if "[" in label else short[label] for label in labels}
 
 
 def _style(row: Row) -> str:

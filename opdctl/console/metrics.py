@@ -36,10 +36,11 @@ def number(value: float) -> str:
 
 
 def amount(value: float) -> str:
-    """As `number`, whole ones that are short as they are, and millions: 36, 2,700, 21k, 1.04M."""
-    if abs(value) >= 1e6:
+    """As `number`, but whole where it is whole or 100 and more, and in millions: 36, 0.358, 2,700, 21k, 1.04M."""
+    size = abs(value)
+    if size >= 1e6:
         return f"{value / 1e6:,.3g}M"
-    return f"{value:,.0f}" if value == round(value) and abs(value) < 10_000 else number(value)
+    return f"{value:,.0f}" if size < 10_000 and (value == round(value) or size >= 100) else number(value)
 
 
 def throughput(metrics: Mapping[str, float]) -> str:

@@ -81,8 +81,10 @@ def scatter(caption: str, points: Mapping[str, tuple[float, Point]], colours: Ma
                 axes.plot([x, x], [point.low, point.high], color=colour, linewidth=1.6, alpha=0.5)
             axes.plot([x], [point.value], color=colour, marker="o", markersize=6, linestyle="none")
         axes.set_xlabel(xlabel)
-        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-        axes.set_xlim(0, 1.12 * max(x for x, _ in points.values()) or 1)
+        most = max(x for x, _ in points.values())
+        axes.set_xlim(0, 1.12 * most or 1)
+        if most >= 10_000:
+            axes.xaxis.set_major_formatter(EngFormatter(sep=""))
 
     return figure(caption, draw, (3.9, 2.5))
 

@@ -5,7 +5,10 @@ from html import escape
 from pathlib import Path
 
 STYLE = Path(__file__).with_name("page.css")
-COLOURS = ("#2f86d6", "#dd7327", "#2e9e63", "#b45ac4", "#d0475a", "#7d73e0", "#a98307", "#2a9fb0", "#8c6d5a", "#7f8a95")
+COLOURS = (
+    *("#2f86d6", "#dd7327", "#2e9e63", "#b45ac4", "#d0475a", "#7d73e0", "#a98307", "#2a9fb0", "#8c6d5a", "#7f8a95"),
+    *("#e268a3", "#6f9a1f", "#4f63b8", "#c9512f"),
+)
 
 
 class Html(str):

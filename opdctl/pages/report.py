@@ -31,7 +31,7 @@ def report_page(story: Story, lines: Sequence[StageLine], comparison: Comparison
         _summary(story, lines),
         heading(2, "Stages"),
         paragraph(
-            "Each stage stands below what it reads. Dashed: as teachers; faint: to be measured only. A dot for each seed.",
+            "Each stage stands below what it reads. Dashed: as teachers; faint: to be measured. A dot for each seed.",
             "dim",
         ),
         stage_graph(_items(story, lines)),

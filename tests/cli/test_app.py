@@ -11,7 +11,8 @@ import pytest
 import opdctl
 from opdctl.cli import app
 
-COMMANDS = ["run", "plan", "validate", "status", "logs", "lineage", "runs", "init", "export", "ui", "doctor"]
+COMMANDS = ["run", "plan", "validate", "status", "logs", "lineage", "runs", "compare", "report", "init"]
+COMMANDS += ["export", "ui", "doctor"]
 MAX = "max[domain=general]"
 
 
