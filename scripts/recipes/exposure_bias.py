@@ -1,5 +1,7 @@
 """Exposure bias: one distillation on the student's and on the teacher's own samples."""
 
+from itertools import product
+
 from scripts.recipes.claim import Claim, above, percent, points
 from scripts.recipes.results import Results
 
@@ -10,16 +12,17 @@ def claims(run: Results) -> list[Claim]:
     report = run.report()
     rows = [
         Claim(
-            "The teacher slips less than the student and undoes more of its errors, so the student meets states that "
+            "The teacher slips less than the SFT model and undoes more of its errors, so the student meets states that "
             "its teacher's samples hardly hold.",
-            f"whole chains {percent(report.score('student', ['chains']))} and "
+            f"whole chains {percent(report.score('sft', ['chains']))} and "
             f"{percent(report.score('teacher', ['chains']))}, planted errors made good "
-            f"{percent(report.score('student', [PLANTED]))} and {percent(report.score('teacher', [PLANTED]))}",
-            above(report.gain("teacher", "student", ["chains"])),
+            f"{percent(report.score('sft', [PLANTED]))} and {percent(report.score('teacher', [PLANTED]))}",
+            above(report.gain("teacher", "sft", ["chains"])),
         )
     ]
-    for form in run.settings["axes"]["loss"]:
-        own, lent = (f"distilled[sampler={sampler},loss={form}]" for sampler in ("student", "teacher"))
+    axes = run.settings["axes"]
+    for start, form in product(axes["start"], axes["loss"]):
+        own, lent = (f"distilled[start={start},sampler={sampler},loss={form}]" for sampler in ("student", "teacher"))
         for cell, what in (("chains", "on whole chains"), (PLANTED, "on errors to be made good")):
             lead = report.gain(own, lent, [cell])
             measured = (
@@ -27,7 +30,7 @@ def claims(run: Results) -> list[Claim]:
             )
             rows.append(
                 Claim(
-                    f"With {form}, the student's own samples teach more than its teacher's, {what}.",
+                    f"With {form}, student {start}: its own samples teach more than its teacher's, {what}.",
                     measured,
                     above(lead),
                 )
