@@ -12,8 +12,8 @@ def claims(run: Results) -> list[Claim]:
     report = run.report()
     rows = [
         Claim(
-            "The teacher slips less than the SFT model and undoes more of its errors, so the student meets states that "
-            "its teacher's samples hardly hold.",
+            "The teacher is right more often than the SFT model, so a student makes errors that its teacher's samples "
+            "hardly hold.",
             f"whole chains {percent(report.score('sft', ['chains']))} and "
             f"{percent(report.score('teacher', ['chains']))}, planted errors made good "
             f"{percent(report.score('sft', [PLANTED]))} and {percent(report.score('teacher', [PLANTED]))}",
