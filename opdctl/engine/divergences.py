@@ -76,7 +76,8 @@ def overlap_advantage(
     k most likely of both p and q, and pbar = p / sum_S p. Where S is empty A is 0. `sizes_N` (float) is |S|.
 
     The loss -A log p(y_t) weighs the sampled token by how far the policy is above its teacher on S, whichever token
-    that is: A is the same for every y_t, so in expectation over y_t the gradient is 0, not that of a KL.
+    that is. As A does not depend on y_t, the gradient is 0 in expectation over y_t: this is no KL's gradient, and a
+    policy that is trained by it alone is moved by the noise of its samples.
     At k = V, A is minus the reverse KL. Source: arXiv 2606.10651.
     """
     same_vocabulary(head_VD, teacher_head_VE)

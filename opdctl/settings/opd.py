@@ -39,7 +39,8 @@ class TopKOpd(Settings):
 
 
 class OverlapOpd(Settings):
-    """Keye-VL-2.0: the tokens in both top-k give one advantage, which weighs the sampled token."""
+    """Keye-VL-2.0: the tokens in both top-k give one advantage, which weighs the sampled token, whichever that is: in
+    expectation the gradient is 0, so a student trained by this form alone drifts."""
 
     form: Literal["overlap"]
     k: Count
