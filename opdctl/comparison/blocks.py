@@ -40,6 +40,13 @@ class Value:
     high: float | None
     seeds: int
 
+    @property
+    def sign(self) -> int:
+        """1 or -1 where the interval excludes 0. Seeds that agree to the last answer by chance prove nothing."""
+        if self.low is None or self.high is None or self.low == self.high:
+            return 0
+        return 1 if self.low > 0 else -1 if self.high < 0 else 0
+
 
 @dataclass(frozen=True)
 class Row:

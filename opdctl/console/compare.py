@@ -190,8 +190,7 @@ def _after(row: Row) -> Text:
     delta = row.delta or row.gain
     if delta is None:
         return Text(_percent(row.after))
-    low, high = delta.low, delta.high
-    style = "" if low is None or high is None else "green" if low > 0 else "red" if high < 0 else ""
+    style = {1: "green", -1: "red", 0: ""}[delta.sign]
     return Text.assemble(_percent(row.after), (f" {_signed(delta)}", style))
 
 

@@ -170,9 +170,7 @@ def _after(row: Row) -> Cell:
 
 
 def _verdict(value: Value) -> str:
-    if value.low is None or value.high is None:
-        return ""
-    return "good" if value.low > 0 else "bad" if value.high < 0 else ""
+    return {1: "good", -1: "bad", 0: ""}[value.sign]
 
 
 def _ratio(value: Value | None, digits: int = 2) -> Cell:

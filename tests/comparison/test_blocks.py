@@ -5,7 +5,7 @@ import math
 import pytest
 from examined import RIGHT, examined
 
-from opdctl.comparison import compare
+from opdctl.comparison import Value, compare
 from opdctl.engine.scores import wilson_interval
 
 SECOND = {**RIGHT, "student": (60, 50, 70)}
@@ -126,3 +126,10 @@ def test_models_without_roles_are_compared_by_what_they_score(workspace, tmp_pat
     row = student(compare([run]), label="m").scores["accuracy"].mean
     assert row.after.value == pytest.approx(0.2)
     assert row.before is row.teacher is row.delta is row.recovery is None
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "sign"), [(0.1, 0.3, 1), (-0.3, -0.1, -1), (-0.1, 0.3, 0), (0.2, 0.2, 0), (None, None, 0)]
+)
+def test_a_difference_counts_where_its_interval_excludes_zero(low, high, sign):
+    assert Value(0.2, low, high, 2).sign == sign
