@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from opdctl.engine.scores import Estimate, mean_interval, normalised_domains
+from opdctl.errors import OpdctlError
 from scripts.recipes.claim import Claim, Table, above
 from scripts.recipes.results import Report, Results
 
@@ -43,7 +44,7 @@ class Contest:
 
     def domains(self, model: str | Mapping[str, str]) -> list[dict[str, float]]:
         """Domain -> (s - s_SFT) / (s_teacher - s_SFT), with the teachers of round 1."""
-        return [_known(_normalised(report, model)) for report in self.reports]
+        return [_normalised(report, model) for report in self.reports]
 
     def scores(self, model: str | Mapping[str, str]) -> list[float]:
         return [fmean(found.values()) for found in self.domains(model)]
@@ -124,14 +125,14 @@ def _ahead(contest: Contest, said: str, way: Way) -> Claim:
     return Claim(f"MOPD has 0.937. {said}", f"{measured}; lead {_shown(lead)}", above(lead))
 
 
-def _normalised(report: Report, model: str | Mapping[str, str]) -> dict[str, float | None]:
+def _normalised(report: Report, model: str | Mapping[str, str]) -> dict[str, float]:
     before = report.domains("sft")
     teachers = {task: f"teacher[domain={task}]" for task in before}
-    return normalised_domains(before, report.domains(teachers), report.domains(model))
-
-
-def _known(found: Mapping[str, float | None]) -> dict[str, float]:
-    return {task: value for task, value in found.items() if value is not None}
+    found = normalised_domains(before, report.domains(teachers), report.domains(model))
+    known = {task: value for task, value in found.items() if value is not None}
+    if known.keys() != found.keys():
+        raise OpdctlError("a teacher scores as the SFT model does, so that nothing can be normalised by it")
+    return known
 
 
 def _spread(contest: Contest, model: str) -> float:
