@@ -38,8 +38,8 @@ def claims(run: Results) -> list[Claim]:
             above(by_itself),
         ),
         Claim(
-            "As a judge it can be relied on. No numbers; LongCat-Flash-Thinking (arXiv 2509.18883) has 94.0 % agreement "
-            "without reasoning and 98.8 % with it.",
+            "As a judge it can be relied on. No numbers; LongCat-Flash-Thinking (arXiv 2509.18883) has 94.0 % "
+            "of agreement without reasoning and 98.8 % with it.",
             f"of its answers at max effort it judges {percent(verdicts[0])} as the verifier does before that RL, and "
             f"{percent(verdicts[1])} after it",
             None,
