@@ -58,8 +58,17 @@ class Contest:
 
     def cost(self, stages: Sequence[str]) -> float:
         """CPU seconds a seed."""
-        everywhere = [name for stage in stages for name in _over_seeds(self.run, stage)]
-        return sum(self.run.cost(name) for name in everywhere) / len(self.reports)
+        return sum(self.run.cost(name) for name in self._everywhere(stages)) / len(self.reports)
+
+    def samples(self, stages: Sequence[str]) -> float:
+        """Completions drawn to learn from, a seed."""
+        records = [self.run.record(name) for name in self._everywhere(stages)]
+        drawn = [record.metrics.get("sampled_completions", 0.0) for record in records if record.kind != "eval"]
+        return sum(drawn) / len(self.reports)
+
+    def _everywhere(self, stages: Sequence[str]) -> list[str]:
+        """The instances of these stages, of all seeds."""
+        return [name for stage in stages for name in _over_seeds(self.run, stage)]
 
 
 def claims(run: Results) -> list[Claim]:
@@ -100,7 +109,7 @@ def table(run: Results) -> Table:
     title = (
         f"Normalised scores (0: SFT, 1: the teachers of round 1), means of {len(contest.reports)} seeds with intervals"
     )
-    head = ["way", "paper", "here", *contest.reports[0].cells, "CPU seconds", "with the teachers'"]
+    head = ["way", "paper", "here", *contest.reports[0].cells, "samples", "CPU seconds", "with the teachers'"]
     return Table(title, head, rows)
 
 
@@ -116,7 +125,8 @@ def _row(
     each = [f"{fmean(found[task] for found in domains):.2f}" for task in domains[0]]
     whole = own + (contest.cost(("teacher[*]",)) if taught else 0.0)
     score = _shown(mean_interval(contest.scores(model)))
-    return [title, "-" if paper is None else f"{paper:.3f}", score, *each, f"{own:.1f}", f"{whole:.1f}"]
+    drawn = f"{contest.samples(stages):,.0f}"
+    return [title, "-" if paper is None else f"{paper:.3f}", score, *each, drawn, f"{own:.1f}", f"{whole:.1f}"]
 
 
 def _ahead(contest: Contest, said: str, way: Way) -> Claim:
