@@ -145,7 +145,7 @@ def _formulas(story: Story) -> Iterator[Html]:
     """Once for all instances that share it; settings that are not defaults are folded away."""
     for base, chapters in _bases(story).items():
         count = f" x{len(chapters)}" if len(chapters) > 1 else ""
-        yield heading(3, f"{base}{count}, {chapters[0].kind}")
+        yield heading(3, base + count + (f", {chapters[0].kind}" if chapters[0].kind != base else ""))
         formulas: dict[str, list[str]] = {}
         for chapter in chapters:
             formulas.setdefault(chapter.formula, []).append(chapter.name)
