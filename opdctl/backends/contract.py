@@ -58,7 +58,7 @@ class Event:
 @dataclass(frozen=True)
 class StageResult:
     step: int  # optimizer steps done in all; models scored (eval), merged or compared (select), prompts asked (sample)
-    metrics: Mapping[str, float]  # final ones, for tables and the record
+    metrics: Mapping[str, float]  # final ones, and the cost: cpu_seconds, sampled_tokens, sampled_completions
 
 
 class Control(Protocol):
