@@ -5,7 +5,8 @@ chunk's distributions is in `vocab.py` and `divergences.py`.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -83,6 +84,29 @@ def joined(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
+_spare: list[Tensor] = []  # at most one gradient of an output matrix that nobody reads any more
+
+
+@contextmanager
+def reusing_gradients() -> Iterator[Callable[[Tensor], None]]:
+    """Within the block, the next gradient of an output matrix is written over the one that the function was given last:
+    new memory of that size, page by page, takes longer than the product that it is for.
+    """
+
+    def give_back(grad_VD: Tensor) -> None:
+        _spare[:] = [grad_VD]
+
+    try:
+        yield give_back
+    finally:
+        _spare.clear()
+
+
+def _fits(head_VD: Tensor, dtype: torch.dtype) -> bool:
+    wanted = head_VD.shape, dtype, head_VD.device
+    return any((s.shape, s.dtype, s.device) == wanted and s.is_contiguous() for s in _spare)
+
+
 class Gradients:
     """Gradients of hidden_ND and head_VD, grown chunk by chunk; None for what needs none."""
 
@@ -100,10 +124,12 @@ class Gradients:
         if not self._needs_head:
             return
         hidden_CD = self._hidden_ND[rows].to(logits_CV.dtype)
-        if self._sum_VD is None:
-            self._sum_VD = torch.mm(logits_CV.T, hidden_CD)  # a pass over [V, D] less than from zeros
-        else:
+        if self._sum_VD is not None:
             self._sum_VD.addmm_(logits_CV.T, hidden_CD)
+        elif _fits(self._head_VD, hidden_CD.dtype):
+            self._sum_VD = torch.mm(logits_CV.T, hidden_CD, out=_spare.pop())
+        else:
+            self._sum_VD = torch.mm(logits_CV.T, hidden_CD)
 
     @property
     def head_VD(self) -> Tensor | None:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from opdctl.engine.chunks import reusing_gradients
+
 Term = tuple[slice, Callable[[Tensor, Tensor], Tensor]]  # tokens; their loss from (hidden, head)
 
 
@@ -28,14 +30,16 @@ class _Streamed(torch.autograd.Function):
         wide = torch.float64 if head_VD.dtype == torch.float64 else torch.float32
         grad_ND, sum_VD = torch.zeros_like(hidden_ND), torch.zeros_like(head_VD, dtype=wide)
         total = torch.zeros((), dtype=wide, device=head_VD.device)
-        for tokens, term in terms:
-            with torch.enable_grad():
-                part_ND, part_VD = hidden_ND[tokens].detach().requires_grad_(), head_VD.detach().requires_grad_()
-                loss = term(part_ND, part_VD)
-            grad_ND[tokens], grad_VD = torch.autograd.grad(loss, (part_ND, part_VD))
-            sum_VD += grad_VD
-            total += loss.detach()
-            del term, loss  # and all that they have read
+        with reusing_gradients() as give_back:
+            for tokens, term in terms:
+                with torch.enable_grad():
+                    part_ND, part_VD = hidden_ND[tokens].detach().requires_grad_(), head_VD.detach().requires_grad_()
+                    loss = term(part_ND, part_VD)
+                grad_ND[tokens], grad_VD = torch.autograd.grad(loss, (part_ND, part_VD))
+                sum_VD += grad_VD
+                total += loss.detach()
+                del term, loss  # and all that they have read
+                give_back(grad_VD)
         ctx.save_for_backward(grad_ND, sum_VD.to(head_VD.dtype))
         return total
 

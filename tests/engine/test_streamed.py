@@ -74,3 +74,16 @@ def test_bfloat16_gradients_of_many_terms_are_summed_in_float32():
     head = torch.zeros(1, 1, dtype=torch.bfloat16).requires_grad_()
     streamed(hidden, head, ((slice(i, i + 1), lambda h, w: h.sum() + w.sum()) for i in range(512))).backward()
     assert head.grad.item() == 512.0  # in bfloat16, 256 + 1 is 256
+
+
+def test_gradients_that_are_written_over_were_added_before():
+    """Several chunks a term, and scaled losses: what comes back is no buffer of the next one."""
+    hidden, head = inputs(tokens=40)
+    slices = [slice(at, at + 10) for at in range(0, 40, 10)]
+
+    def weighted(h, w):
+        return 0.5 * full_vocab_reverse_kl(h, w, h.detach().flip(-1), w.detach().flip(0), chunk=3)[0]
+
+    wanted = torch.autograd.grad(sum(weighted(hidden[tokens], head) for tokens in slices), (hidden, head))
+    found = torch.autograd.grad(streamed(hidden, head, ((s, weighted) for s in slices)), (hidden, head))
+    torch.testing.assert_close(found, wanted)
