@@ -68,23 +68,16 @@ def mixer_of(spec: StageSpec, name: str) -> Mixer:
 # ------------------------------------------------------------------------------------------------------------ rows
 
 
-def test_demonstrations_are_the_engines_in_its_order(tmp_path):
+@pytest.mark.parametrize("ratios", [{}, {"code": 5}], ids=str)
+def test_demonstrations_are_the_engines_in_its_order(tmp_path, ratios):
     spec = stages.sft(tmp_path / "sft", steps=3)
+    spec = replace(spec, config=spec.config | {"data": spec.config["data"] | {"ratios": ratios}})
     rows = write(spec)
     shown = [shown for step in range(3) for _, shown in mixer_of(spec, "sft").demonstrations(24 * step, 24)]
     assert [[message["content"] for message in row["messages"]] for row in rows] == [
         [demonstration.prompt.text, demonstration.completion + "<eos>"] for demonstration in shown
     ]
     assert {tuple(message["role"] for message in row["messages"]) for row in rows} == {("user", "assistant")}
-
-
-def test_rows_are_dealt_by_the_ratios(tmp_path):
-    spec = stages.sft(tmp_path / "sft", steps=2)
-    spec = replace(spec, config=spec.config | {"data": spec.config["data"] | {"ratios": {"code": 5}}})
-    rows = write(spec)
-    shown = [shown for step in range(2) for _, shown in mixer_of(spec, "sft").demonstrations(24 * step, 24)]
-    assert [row["messages"][0]["content"] for row in rows] == [demonstration.prompt.text for demonstration in shown]
-    assert sum(row["messages"][0]["content"].startswith("<code>") for row in rows) == 48 * 5 // 6
 
 
 def test_prompts_are_the_engines_split_into_its_optimizer_steps(rlvr):
@@ -159,9 +152,6 @@ def test_a_chat_prompt_is_rendered_by_the_models_own_template(tmp_path, checkpoi
     spec = replace(stages.rlvr(tmp_path / "rlvr", tmp_path / "chat"), efforts=efforts)
     texts = [row["prompt"][0]["content"] for row in write(spec)]
     assert all(text.startswith("<max> <math>") and text.endswith("<bos>") for text in texts)
-
-
-# ---------------------------------------------------------------------------------------------------------- files
 
 
 def test_rows_are_written_once(rlvr):
