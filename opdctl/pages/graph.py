@@ -40,7 +40,7 @@ class _Box:
     items: list[Item] = field(default_factory=list)
     x: float = 0.0  # of the middle
     y: float = 0.0  # of the top
-    tall: float = 0.0  # of a line that passes: the height of the layer
+    tall: float = 0.0  # height of the layer
 
     @property
     def lines(self) -> list[tuple[str, list[str]]]:
@@ -197,15 +197,16 @@ def _strength(edge: _Edge) -> int:
 
 
 def _curve(edge: _Edge) -> str:
-    """Down out of the box read, straight through passed layers, into the reader."""
-    x, y = edge.path[0].x, edge.path[0].y + edge.path[0].height
-    path = [f"M{x:.1f} {y:.1f}"]
+    """Down out of the box read and of its layer, straight through passed layers, into the reader."""
+    start = edge.path[0]
+    x, y = start.x, start.y + start.tall
+    path = [f"M{x:.1f} {start.y + start.height:.1f}V{y:.1f}"]
     for box in edge.path[1:]:
         bend = (box.y - y) / 2
         path.append(f"C{x:.1f} {y + bend:.1f} {box.x:.1f} {box.y - bend:.1f} {box.x:.1f} {box.y:.1f}")
         x, y = box.x, box.y
         if not box.items:
-            y += box.height
+            y += box.tall
             path.append(f"V{y:.1f}")
     style = STYLES[_strength(edge)]
     tip = f"M{x - 4:.1f} {y - 7:.1f}L{x:.1f} {y:.1f}L{x + 4:.1f} {y - 7:.1f}"
