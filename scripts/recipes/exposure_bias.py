@@ -21,8 +21,8 @@ def claims(run: Results) -> list[Claim]:
         )
     ]
     axes = run.settings["axes"]
-    for start, form in product(axes["start"], axes["loss"]):
-        own, lent = (f"distilled[start={start},sampler={sampler},loss={form}]" for sampler in ("student", "teacher"))
+    for steps, form in product(axes["steps"], axes["loss"]):
+        own, lent = (f"distilled[steps={steps},sampler={sampler},loss={form}]" for sampler in ("student", "teacher"))
         for cell, what in (("chains", "on whole chains"), (PLANTED, "on errors to be made good")):
             lead = report.gain(own, lent, [cell])
             measured = (
@@ -30,7 +30,7 @@ def claims(run: Results) -> list[Claim]:
             )
             rows.append(
                 Claim(
-                    f"With {form}, student {start}: its own samples teach more than its teacher's, {what}.",
+                    f"With {form} for {steps} steps the student's own samples teach more than its teacher's, {what}.",
                     measured,
                     above(lead),
                 )
