@@ -3,28 +3,25 @@
 from scripts.recipes.claim import Claim, Table, above, percent, points
 from scripts.recipes.results import Results
 
-EFFORTS = ("low", "high", "max")
-SPECIALISTS = {  # domain -> the stages that train it, but for their effort
-    "general": "self_judged[",
-    "general_agents": "specialist[domain=general_agents,",
-    "coding_agents": "specialist[domain=coding_agents,",
-    "grade_general": "judge[",
-}
+DOMAINS, EFFORTS = ("general", "general_agents", "coding_agents"), ("low", "high", "max")
+SPECIALISTS = {  # cell -> its teacher
+    f"{domain}.{effort}": f"specialist[domain={domain},effort={effort}]" for domain in DOMAINS for effort in EFFORTS
+} | {"general.max": "self_judged"}
+CHANCE = 0.5  # of a judge that always says the same: half of the graded answers are right
 
 
 def claims(run: Results) -> list[Claim]:
     report, judged = run.report("eval"), run.report("eval_judge")
-    routed = {
-        f"{domain}.{effort}": f"{stage}effort={effort}]" for domain, stage in SPECIALISTS.items() for effort in EFFORTS
-    }
-    taught, gained = report.teachers("sft", routed), report.gain("student", "sft")
-    own = sum(report.score(teacher, [cell]).value for cell, teacher in routed.items()) / len(routed)
-    by_itself = report.gain("self_judged[effort=max]", "sft", ["general.max"])
-    verdicts = [judged.agreement(model, "general.max") for model in ("judging_branch", "self_judged[effort=max]")]
+    taught, gained = report.teachers("sft", SPECIALISTS), report.gain("student", "sft")
+    own = sum(report.score(teacher, [cell]).value for cell, teacher in SPECIALISTS.items()) / len(SPECIALISTS)
+    by_itself = report.gain("self_judged", "sft", ["general.max"])
+    graded = judged.score("judging_branch", ["grade_general.max"])
+    verdicts = [judged.agreement(model, "general.max") for model in ("judging_branch", "self_judged")]
     return [
         Claim(
-            "More than ten specialists, each a domain and an effort, learn more than the model they start from.",
-            f"{len(routed)} teachers, {points(taught)} over the start, each in its own cell",
+            "Ten teachers and more, each a domain and an effort, learn more than the model they start from.",
+            f"{len(run.named('specialist[*]')) + 2} teachers; those of chains {points(taught)} over the start, each in "
+            "its own cell",
             above(taught),
         ),
         Claim(
@@ -40,9 +37,9 @@ def claims(run: Results) -> list[Claim]:
         Claim(
             "As a judge it can be relied on. No numbers; LongCat-Flash-Thinking (arXiv 2509.18883) has 94.0 % "
             "of agreement without reasoning and 98.8 % with it.",
-            f"of its answers at max effort it judges {percent(verdicts[0])} as the verifier does before that RL, and "
-            f"{percent(verdicts[1])} after it",
-            None,
+            f"it judges {percent(graded)} of graded answers right, where half would be chance; of its own at max "
+            f"effort {percent(verdicts[0])} as the verifier does before that RL, and {percent(verdicts[1])} after it",
+            above(graded, CHANCE),
         ),
     ]
 
@@ -50,14 +47,7 @@ def claims(run: Results) -> list[Claim]:
 def table(run: Results) -> Table:
     report = run.report("eval")
     rows = [
-        [
-            f"{domain}.{effort}",
-            *(
-                percent(report.score(model, [f"{domain}.{effort}"]))
-                for model in ("sft", f"{stage}effort={effort}]", "student")
-            ),
-        ]
-        for domain, stage in SPECIALISTS.items()
-        for effort in EFFORTS
+        [cell, *(percent(report.score(model, [cell])) for model in ("sft", teacher, "student"))]
+        for cell, teacher in SPECIALISTS.items()
     ]
     return Table("Accuracy by domain and effort", ["cell", "start", "specialist", "student"], rows)

@@ -31,8 +31,7 @@ def claims(run: Results) -> list[Claim]:
         ),
         Claim(
             "Candidates help (no comparison in the report with RL without any).",
-            f"with as many steps of RL and no candidates, on the easier problems' own writer: "
-            f"{percent(alone.score('sft'))} to {percent(alone.score('alone'))}",
+            f"as much RL without candidates: {percent(alone.score('sft'))} to {percent(alone.score('alone'))}",
             None,
         ),
     ]
