@@ -18,9 +18,11 @@ from opdctl.settings import (
     Mixture,
     NewModel,
     OpdSettings,
+    OpdStage,
     OverlapOpd,
     PipelineSettings,
     RlvrSettings,
+    RlvrStage,
     Rollout,
     SampleSettings,
     SampleStage,
@@ -86,6 +88,8 @@ def _data(settings: AnyStage, pipeline: PipelineSettings) -> Iterator[Problem]:
 def _ratios(settings: AnyStage, data: Mixture) -> Iterator[Problem]:
     if data.ratios and isinstance(settings, EvalStage | SampleStage):
         yield "config.data.ratios", f"would not be read: kind {settings.kind} asks every task rollout.prompts prompts"
+    if data.distinct is not None and not isinstance(settings, RlvrStage | OpdStage):
+        yield "config.data.distinct", f"would not be read: kinds rlvr and opd draw prompts, and this is {settings.kind}"
     for name in data.ratios:
         if name not in data.tasks:
             hint = near_miss(name, data.tasks, "config.data.tasks")

@@ -78,7 +78,12 @@ class Mixer:
         if count == 0:
             return []
         task, own = self.cells[cell]
-        prompts = self.tasks[task].prompts(self.split, self.stream(cell), first, count, effort or own)
+        stream, asked, distinct = self.stream(cell), effort or own, self.mixture.distinct
+        if distinct is None or self.split == "eval":
+            prompts = self.tasks[task].prompts(self.split, stream, first, count, asked)
+        else:
+            few = self.tasks[task].prompts(self.split, stream, 0, distinct, asked)
+            prompts = [few[i % distinct] for i in range(first, first + count)]
         return [Row(task, prompt, first + i, cell) for i, prompt in enumerate(prompts)]
 
     def stream(self, cell: int) -> int:

@@ -35,6 +35,7 @@ class Mixture(Settings):
     tasks: Annotated[list[str], Field(min_length=1)]
     efforts: list[str] = []  # repeats weigh: [low, low, max]; empty: prompts ask for no effort
     ratios: dict[str, Count] = {}  # task -> its share of the rows, as a whole number; 1 where absent
+    distinct: Count | None = None  # prompts of a task and effort, used again and again; absent: as many as there are
 
 
 class Rollout(Settings):

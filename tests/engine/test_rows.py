@@ -108,3 +108,17 @@ def test_demonstrations_follow_the_ratios():
 def test_without_ratios_demonstrations_are_dealt_evenly():
     names = [name for name, _ in mixer().demonstrations(1, 4)]  # numbers 1..4 fall on tasks 1, 0, 2, 1
     assert names == ["general", "coding", "coding", "agents"]
+
+
+@pytest.mark.parametrize("distinct", [1, 3])
+def test_distinct_prompts_come_again_and_again_with_numbers_of_their_own(distinct):
+    mixture = Mixture(tasks=["general"], efforts=["max"], distinct=distinct)
+    rows = Mixer(TASKS, mixture, "train", 5).rows(2, 10)
+    all_of_them = Mixer(TASKS, Mixture(tasks=["general"], efforts=["max"]), "train", 5).rows(0, distinct)
+    assert [row.prompt for row in rows] == [all_of_them[i % distinct].prompt for i in range(2, 12)]
+    assert len({row.key for row in rows}) == 10  # so that each draws completions of its own
+
+
+def test_distinct_is_of_training_prompts_alone():
+    mixture = Mixture(tasks=["general"], efforts=["max"], distinct=1)
+    assert len({row.prompt.text for row in Mixer(TASKS, mixture, "eval", 5).rows(0, 10)}) == 10
