@@ -130,7 +130,7 @@ BAD = [
         "stages.sft.config.data.ratios.mth",
         "the stage reads no task 'mth' (did you mean 'math'?",
     ),
-    ({"stages.sft.config.data.distinct": 1}, "stages.sft.config.data.distinct", "kinds rlvr and opd draw prompts"),
+    ({"stages.sft.config.data.distinct": 1}, "stages.sft.config.data.distinct", "would not be read: kinds rlvr"),
     ({"stages.sft.config.data.ratios": {"math": 0}}, "stages.sft.config.data.ratios.math", "must be greater than"),
     (
         {"stages.eval.config.data.ratios": {"math": 2}},
