@@ -10,7 +10,7 @@ from opdctl.errors import ConfigError
 from opdctl.formulas import describe_merge, describe_opd, describe_rlvr
 from opdctl.gates import broken, describe
 from opdctl.pipeline import KINDS
-from opdctl.records import SELECTION, Record, read_json
+from opdctl.records import SELECTION, Parent, Record, read_json
 from opdctl.references import Addresses
 from opdctl.settings import AnyStage, MergeSettings, OpdSettings, RlvrSettings, SftSettings
 from opdctl.store import RunDir
@@ -74,11 +74,22 @@ def tell(run: RunDir) -> Story:
         raise ConfigError(f"run {run.name} has no stages yet", hint=f"see: opdctl status {run.name}")
     finished = [run.stage(name) for name in stages if run.stage(name).record()]
     ledger = Ledger(run.workspace, finished)
-    chapters = [_chapter(run, name, plain, stages, ledger) for name, plain in stages.items()]
+    names: dict[str, list[str]] = {}  # record -> stages of this run that it is the checkpoint of
+    for stage in finished:
+        if record := stage.record():
+            names.setdefault(record.id, []).append(stage.name)
+    chapters = [_chapter(run, name, plain, stages, names, ledger) for name, plain in stages.items()]
     return Story(run.name, run.info, pipeline, chapters)
 
 
-def _chapter(run: RunDir, name: str, plain: Mapping[str, Any], stages: Mapping[str, Any], ledger: Ledger) -> Chapter:
+def _chapter(
+    run: RunDir,
+    name: str,
+    plain: Mapping[str, Any],
+    stages: Mapping[str, Any],
+    names: Mapping[str, Sequence[str]],
+    ledger: Ledger,
+) -> Chapter:
     directory = run.stage(name)
     record = directory.record()
     kind = str(plain.get("kind", ""))
@@ -86,10 +97,8 @@ def _chapter(run: RunDir, name: str, plain: Mapping[str, Any], stages: Mapping[s
     links = list(_planned(name, plain.get("inputs", {}), stages))
     weights = {(link.role, link.target): link.weight for link in links}
     if record is not None:
-        links = [
-            Link(p.role, p.ref.removeprefix("stage:"), p.record_id or "", weights.get((p.role, p.ref[6:]), 1.0))
-            for p in record.parents
-        ]
+        read = [(parent, _target(parent, names)) for parent in record.parents]
+        links = [Link(p.role, to, p.record_id or "", weights.get((p.role, to), 1.0)) for p, to in read]
     return Chapter(
         name=name,
         kind=kind,
@@ -102,6 +111,13 @@ def _chapter(run: RunDir, name: str, plain: Mapping[str, Any], stages: Mapping[s
         curves=curves(directory),
         spent=ledger.alone(record.id) if record else {},
     )
+
+
+def _target(parent: Parent, names: Mapping[str, Sequence[str]]) -> str:
+    """The stage's name in this run: a checkpoint that is reused says what its parents are called where it was made."""
+    told = parent.ref.removeprefix("stage:")
+    here = names.get(parent.record_id or "", ())
+    return told if told in here or not here else here[0]
 
 
 def _planned(name: str, inputs: Mapping[str, Any], stages: Mapping[str, Any]) -> Iterator[Link]:

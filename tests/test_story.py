@@ -28,6 +28,23 @@ def test_what_an_unfinished_stage_is_going_to_read_comes_from_the_pipeline(works
     assert [link.target for link in by_name["teacher[seed=1]"].links] == ["sft[seed=1]"]
 
 
+def test_what_a_reused_stage_read_is_named_as_this_run_names_it(workspace):
+    made = examined(workspace, "one")
+    pipeline = made.read_pipeline()
+    inputs = {"student": "stage:sft[seed=0]", "teachers": [{"ref": "stage:teacher[seed=0]", "weight": 2.0}]}
+    stages = {f"{name}[seed=0]": plain for name, plain in pipeline["stages"].items()}
+    stages["student[seed=0]"] = stages["student[seed=0]"] | {"inputs": inputs}
+    seeds = Workspace(workspace).run("two")
+    seeds.write_pipeline(pipeline | {"seeds": [0], "stages": stages})
+    for name in pipeline["stages"]:
+        seeds.stage(f"{name}[seed=0]").reuse(made.stage(name))
+    student = next(chapter for chapter in tell(seeds).chapters if chapter.name == "student[seed=0]")
+    assert [(link.role, link.target, link.weight) for link in student.links] == [
+        ("student", "sft[seed=0]", 1.0),
+        ("teachers", "teacher[seed=0]", 2.0),
+    ]
+
+
 def test_gates_and_selections_say_what_they_decided(workspace):
     run = Workspace(workspace).run("r")
     gates = [

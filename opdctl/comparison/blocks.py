@@ -121,6 +121,11 @@ def compare(runs: Sequence[RunDir]) -> Comparison:
     groups: list[list[Exam]] = []
     for run in runs:
         for exam in exams_of(run, notes):
+            if twin := next((other for group in groups for other in group if _same(other, exam)), None):
+                notes.append(
+                    f"run {run.name} reuses the evaluation of run {twin.run.name}, seed {exam.seed}: shown once"
+                )
+                continue
             home = next((group for group in groups if _alike(group, exam)), None)
             groups.append([exam]) if home is None else home.append(exam)
     blocks = [_block(group, notes) for group in groups]
@@ -128,6 +133,11 @@ def compare(runs: Sequence[RunDir]) -> Comparison:
     if any(_undefined(block) for block in blocks):
         notes.append("recovery, normalised score: without the seeds in which teachers scored as the student before")
     return Comparison(blocks, list(dict.fromkeys(notes)))
+
+
+def _same(other: Exam, exam: Exam) -> bool:
+    """One checkpoint of one pipeline: a run that has further seeds reuses it."""
+    return (other.record.id, other.settings, other.stage) == (exam.record.id, exam.settings, exam.stage)
 
 
 def _alike(group: Sequence[Exam], exam: Exam) -> bool:

@@ -66,6 +66,15 @@ def test_the_same_seed_twice_is_two_blocks(workspace):
     assert [block.name for block in found.blocks] == ["one", "again"]
 
 
+def test_an_evaluation_that_a_run_of_more_seeds_reuses_is_shown_once(workspace):
+    one = examined(workspace, "one")
+    seeds = examined(workspace, "all", seeds=(0, 1), right=lambda seed: SECOND if seed else RIGHT)
+    seeds.stage("eval[seed=0]").reuse(one.stage("eval"))
+    found = compare([one, seeds])
+    assert [list(block.seeds) for block in found.blocks] == [[0, 1]]
+    assert "run all reuses the evaluation of run one, seed 0: shown once" in found.notes
+
+
 def test_runs_that_differ_in_more_than_the_seed_are_two_blocks(workspace):
     found = compare([examined(workspace, "one"), examined(workspace, "two", seed=1, config={"seed": 98})])
     assert len(found.blocks) == 2
