@@ -14,6 +14,7 @@ class Broken:
     gate: Gate
     text: str  # "accuracy 0.31 < min 0.5"
     unknown: bool = False  # the stage has no such metric: nothing can be said, so nothing more may start
+    known: str = ""  # " (metrics: loss, reward)", to put behind the text of an unknown one
 
     @property
     def action(self) -> str:
@@ -21,12 +22,15 @@ class Broken:
 
 
 def broken(gates: Sequence[Gate], metrics: Mapping[str, float]) -> Iterator[Broken]:
-    """Those outside of their bounds; NaN is outside of all. A metric that is not there is told with those that are."""
+    """Those outside of their bounds; NaN is outside of all. A metric that is not there stops, with those that are."""
     for gate in gates:
         value = metrics.get(gate.metric)
         if value is None:
-            text = f"the stage has no metric '{gate.metric}'" + near_miss(gate.metric, metrics, "metrics")
-            yield Broken(gate, text, unknown=True)
+            alike = sorted(
+                (name for name in metrics if name.endswith(f"/{gate.metric}")), key=lambda name: name.count("/")
+            )
+            known = near_miss(gate.metric, alike or metrics, "metrics")
+            yield Broken(gate, f"the stage has no metric '{gate.metric}'", unknown=True, known=known)
         elif gate.min is not None and not value >= gate.min:
             yield Broken(gate, f"{gate.metric} {value:.6g} < min {gate.min:g}")
         elif gate.max is not None and not value <= gate.max:

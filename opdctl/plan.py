@@ -110,8 +110,8 @@ class _Planner:
             self.planned[name] = self._stage(stage)
         self.digests.save()
         found = [(name, gate) for name, item in self.planned.items() for gate in item.broken]
-        if unknown := [f"stages.{name}.gates: {gate.text}" for name, gate in found if gate.unknown]:
-            raise ConfigError(unknown)
+        if unknown := [f"stages.{name}.gates: {gate.text}{gate.known}" for name, gate in found if gate.unknown]:
+            raise ConfigError(unknown, hint=f"all metrics: opdctl status {self.run.name} --json")
         stages = list(self.planned.values())
         if stops := [f"gate of {name}: {gate.text}" for name, gate in found if gate.action == "stop"]:
             stages = [_stopped(item, stops[0]) for item in stages]

@@ -301,9 +301,9 @@ class _Execution:
         for gate in broken:
             told = f"gate of {stage}: {gate.text}"
             if gate.action == "stop":
-                self._outcome.failed.setdefault(stage, told)
+                self._outcome.failed.setdefault(stage, f"{told}{gate.known}")
                 self._outcome.not_run.update(dict.fromkeys(self._schedule.clear(), told))
-                self._reporter.failed(stage, f"{told}; nothing more is started", "")
+                self._reporter.failed(stage, f"{told}{gate.known}; nothing more is started", "")
                 continue
             self._reporter.message(f"{told}{'; what reads it is skipped' if gate.action == 'skip' else ''}")
             if gate.action == "skip":

@@ -74,7 +74,14 @@ def test_a_value_outside_of_its_bounds_breaks_the_gate(bounds, value, told):
 def test_an_unknown_metric_stops_whatever_the_gate_says_and_names_those_there_are():
     (found,) = broken([Gate(metric="los", action="warn", max=1.0)], {"loss": 0.0, "reward": 1.0})
     assert (found.unknown, found.action) == (True, "stop")
-    assert found.text == "the stage has no metric 'los' (did you mean 'loss'? metrics: loss, reward)"
+    assert found.text == "the stage has no metric 'los'"
+    assert found.known == " (did you mean 'loss'? metrics: loss, reward)"
+
+
+def test_a_metric_of_one_model_is_asked_for_by_its_name():
+    metrics = {"loss": 0.0, "a/math/accuracy": 0.5, "a/accuracy": 0.5, "b/accuracy": 0.5}
+    (found,) = broken([Gate(metric="accuracy", action="warn", max=1.0)], metrics)
+    assert "metrics: a/accuracy, b/accuracy, a/math/accuracy)" in found.known
 
 
 def test_a_gate_needs_a_bound():
@@ -126,6 +133,7 @@ def test_an_unknown_metric_stops_the_run_once_it_is_known_and_the_stage_is_kept(
     outcome = toy.run(chain(gate("warn", "los")))
     assert outcome.done == ["sft"]
     assert "did you mean 'loss'" in outcome.failed["sft"]
+    assert set(outcome.not_run.values()) == {"gate of sft: the stage has no metric 'los'"}
     mended = chain(gate("warn"))
     assert decisions(mended) == {"sft": "reuse", "a": "run", "b": "run", "apart": "run"}
 

@@ -4,6 +4,7 @@ import json
 import shlex
 from collections.abc import Iterator, Sequence
 from datetime import datetime
+from pathlib import Path
 
 from opdctl.comparison import Comparison
 from opdctl.console import join, plural
@@ -67,9 +68,15 @@ def _summary(story: Story, lines: Sequence[StageLine]) -> Html:
             ("seed", ", ".join(map(str, seeds))),
             ("CPU time told by its stages", duration(spent) if spent else ""),
             ("opdctl", join([", ".join(versions), f"commit {', '.join(codes)}" if codes else ""])),
-            ("command", shlex.join(str(word) for word in story.info.get("argv", ()))),
+            ("command", _command([str(word) for word in story.info.get("argv", ())])),
         ]
     )
+
+
+def _command(argv: Sequence[str]) -> str:
+    """As a user types it: where the program lies is of no interest to a reader elsewhere."""
+    names = [Path(word).name for word in argv[:1]]
+    return shlex.join([*("opdctl" if name == "__main__.py" else name for name in names), *argv[1:]])
 
 
 def _when(created: str) -> str:
@@ -99,17 +106,18 @@ def _told(line: StageLine) -> str:
 
 
 def _stages(story: Story, lines: Sequence[StageLine]) -> Html:
-    titles = ["stage", "kind", "backend", "state", "steps", "wall time", "CPU seconds", "tokens sampled"]
+    titles: list[str | Cell] = ["stage", *(Cell(title, style="text") for title in ("kind", "backend", "state"))]
+    titles += ["steps", "wall time", "CPU seconds", "tokens sampled"]
     rows: list[list[str | Cell]] = []
     for chapter, line in zip(story.chapters, lines, strict=True):
         spent = [chapter.spent.get(name) for name in ("cpu_seconds", "sampled_tokens")]
-        style = {"done": "", "reused": "", "failed": "bad", "damaged": "bad"}.get(line.state, "dim")
+        style = {"done": "", "reused": "", "failed": " bad", "damaged": " bad"}.get(line.state, " dim")
         rows.append(
             [
                 chapter.name,
-                chapter.kind,
-                chapter.backend,
-                Cell(line.state, style=style),
+                Cell(chapter.kind, style="text"),
+                Cell(chapter.backend, style="text"),
+                Cell(line.state, style=f"text{style}"),
                 amount(line.step) if line.step else "",
                 duration(line.seconds) if line.seconds is not None else "",
                 *("-" if value is None else amount(value) for value in spent),

@@ -104,6 +104,15 @@ def test_a_report_tells_the_whole_run(call, workspace):
     assert '<g class="stage">' in page
 
 
+def test_a_report_says_the_command_without_the_folder_of_the_program(call, workspace):
+    run = examined(workspace, "one")
+    run.write_info(**(run.info | {"argv": [str(workspace / "opdctl" / "__main__.py"), "run", "small"]}))
+    call("report", "one")
+    page = (run.path / "report.html").read_text()
+    assert "opdctl run small" in page
+    assert "__main__.py" not in page
+
+
 def test_a_report_of_a_run_under_way_goes_where_it_is_told(call, workspace):
     examined(workspace, "one", unfinished=("teacher",))
     code, _, _ = call("report", "one", "--out", "r.html")
