@@ -107,8 +107,7 @@ class Results:
         if self.settings.get("seeds"):
             base, bracket, axes = stage.partition("[")
             stage = f"{base}[{axes.removesuffix(']') + ',' if bracket else ''}seed={seed}]"
-        self.record(stage)
-        return Report(json.loads((self._stage(stage).checkpoint / "report.json").read_text()))
+        return Report(json.loads((self.checkpoint(stage) / "report.json").read_text()))
 
     def reports(self, stage: str = "eval") -> list[Report]:
         """One for each seed."""
@@ -119,6 +118,11 @@ class Results:
         if found is None:
             raise OpdctlError(f"stage {stage} of run {self._run.name} has not finished")
         return found
+
+    def checkpoint(self, stage: str) -> Path:
+        """The folder that a finished stage published."""
+        self.record(stage)
+        return self._stage(stage).checkpoint
 
     def metric(self, stage: str, name: str) -> float:
         """The last value, as the record has it."""
