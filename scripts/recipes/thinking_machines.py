@@ -1,5 +1,8 @@
 """Thinking Machines: knowledge gained and obedience lost in mid-training, and what self-distillation brings back."""
 
+from collections.abc import Sequence
+from statistics import fmean
+
 from scripts.recipes.claim import Claim, Table, above, kept, percent, points
 from scripts.recipes.results import Report, Results
 
@@ -9,7 +12,8 @@ MODELS = {
     "mixed": "70 % documents",
     "restored": "and distilled from the model before",
 }
-REACHED = 0.95  # of the way from where a curve starts to where RL ends
+REACHED = 0.95  # of the accuracy that RL ends with
+WINDOW = 3  # rollout batches that a point of a curve is the mean of
 
 
 def claims(run: Results) -> list[Claim]:
@@ -39,6 +43,7 @@ def claims(run: Results) -> list[Claim]:
         ),
         Claim("... without losing the knowledge (36 to 41).", f"facts {points(knowledge)}", kept(knowledge)),
         _steps(run),
+        _one_prompt(run),
     ]
 
 
@@ -58,19 +63,43 @@ def _cells(report: Report) -> tuple[list[str], list[str]]:
 
 
 def _steps(run: Results) -> Claim:
-    start, end = (run.report("eval_rl").score(model).value for model in ("sft", "rl"))
-    bound = start + REACHED * (end - start)
-    steps = {
-        stage: next((step for step, value in run.curve(stage, "accuracy") if value >= bound), None)
-        for stage in ("rl", "distilled")
-    }
+    report = run.report("eval_rl")
+    bound = REACHED * report.score("rl").value
+    steps = {stage: _first(run.curve(stage, "accuracy"), bound) for stage in ("rl", "distilled")}
+    told = []
+    for stage, step in steps.items():
+        batch = run.settings["stages"][stage]["config"]["train"]["global_batch_size"]
+        told.append(f"{stage} never" if step is None else f"{stage} in {step} steps ({step * batch:,} samples)")
     by_rl, by_opd = steps["rl"], steps["distilled"]
-    told = [f"{name} {'does not' if step is None else f'in {step}'}" for name, step in steps.items()]
     return Claim(
         "Distilling what RL ended at takes fewer steps than RL did (under 10 against 70).",
-        f"steps until {percent(bound)} of a batch are right: {', '.join(told)}; at the end {percent(end)} by RL, "
-        f"{percent(run.report('eval_rl').score('distilled'))} by distillation",
+        f"until {percent(bound)} of {WINDOW} batches are right, {REACHED:.0%} of RL's last policy: {', '.join(told)}; "
+        f"both start at {percent(report.score('sft'))} and end at {percent(report.score('rl'))} and "
+        f"{percent(report.score('distilled'))}",
         None if by_rl is None else by_opd is not None and by_opd < by_rl,
+    )
+
+
+def _first(curve: Sequence[tuple[int, float]], bound: float) -> int | None:
+    """The step at which the mean of the last batches is as high."""
+    return next(
+        (
+            step
+            for at, (step, _) in enumerate(curve)
+            if at + 1 >= WINDOW and fmean(value for _, value in curve[at + 1 - WINDOW : at + 1]) >= bound
+        ),
+        None,
+    )
+
+
+def _one_prompt(run: Results) -> Claim:
+    report = run.report("eval_rl")
+    behind = report.gain("one_prompt", "distilled")
+    return Claim(
+        "One prompt, asked again and again, is nearly enough to reach the teacher (20 steps of 256 rollouts).",
+        f"one prompt a task {percent(report.score('one_prompt'))}, as many completions of fresh prompts "
+        f"{percent(report.score('distilled'))}: {points(behind)}; the start has {percent(report.score('sft'))}",
+        kept(behind),
     )
 
 
