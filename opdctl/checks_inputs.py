@@ -146,7 +146,9 @@ def _selection(
         return
     data = source.config.data
     cells = [f"{task}.{effort}" if effort else task for task in data.tasks for effort in data.efforts or [""]]
-    for cell in config.cells:
+    for cell in dict.fromkeys(config.cells):
+        if config.cells.count(cell) > 1:
+            yield "config.cells", f"'{cell}' is there twice; name it once"
         if cell not in cells:
             yield "config.cells", f"'{report.target}' has no cell '{cell}'" + near_miss(cell, cells, "cells")
     if config.metric == "within_budget" and source.config.within is None:

@@ -135,6 +135,11 @@ def _composition_problem(error: Exception, file: Path) -> ConfigError:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if several := re.search(r"Ambiguous value for argument '(?:\+\+)?([^']*)'", str(error)):
         return ConfigError(f"override {several[1]}: is several values; for a list write [a, b]")
+    if group := re.search(r"Could not override '([^']*)'\.\s+Did you mean to override ([^\s?]*)", str(error)):
+        text = f"override {group[1]}: the defaults of {file.name} have no such entry (did you mean '{group[2]}'?)"
+        return ConfigError(text, hint=f"to choose, {group[2]}=NAME; to add an entry, write it into the defaults")
+    if twice := re.search(r"Multiple values for ([^\s]*)\. To override", str(error)):
+        return ConfigError(f"{file.name}: defaults: '{twice[1]}' is there twice; leave one of them out")
     missing = getattr(error, "missing_cfg_file", None)
     if missing is not None:
         options = list(getattr(error, "options", None) or [])
@@ -143,8 +148,13 @@ def _composition_problem(error: Exception, file: Path) -> ConfigError:
         return ConfigError(text + near_miss(wanted[2], options, "options"))
     cause = [line.strip() for line in str(error.__cause__ or "").splitlines() if line.strip()]
     key = getattr(error.__cause__, "full_key", None) or getattr(error, "full_key", None)
-    told = [*lines[:1], *(line for line in cause[:1] if line not in lines[:1])]
-    return ConfigError((f"{key}: " if key else f"{file.name}: ") + " ".join(told))
+    told = " ".join([*lines[:1], *(line for line in cause[:1] if line not in lines[:1])])
+    if "Cannot merge DictConfig with ListConfig" in str(error) and not key:
+        return ConfigError(f"{file.name}: a key is a list here and a mapping in a group of its defaults, or the reverse")
+    if key and "Cannot merge DictConfig with ListConfig" in told:
+        kinds = ("a list", "a mapping")  # what stands there, what the override gives
+        return ConfigError(f"{key}: must be {kinds['={' not in told]}, not {kinds['={' in told]}")
+    return ConfigError((f"{key}: " if key else f"{file.name}: ") + told)
 
 
 def _first_line(text: str) -> str:

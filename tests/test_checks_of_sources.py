@@ -164,6 +164,7 @@ def selection(*models, report="stage:eval", **config):
 SELECTIONS = [
     (selection(report="stage:sft"), "inputs.report", "'sft' is of kind sft; kind eval publishes a report"),
     (selection(report="path:reports"), "inputs.report", "'path:reports' is no stage"),
+    (selection(cells=["math.max", "math.max"]), "config.cells", "'math.max' is there twice; name it once"),
     (selection(cells=["math.high"]), "config.cells", "'eval' has no cell 'math.high' (cells: math.max, code.max)"),
     (selection(metric="within_budget"), "config.metric", "within_budget, and 'eval' counts none"),
     (selection("stage:max[*]", "hf:org/model@1"), "inputs.models", "'eval' does not score 'hf:org/model@1'"),

@@ -208,6 +208,13 @@ def test_folders_with_odd_names_work(files):
         ("stages.many[rung=a].seed=1,2", "override stages.many[rung=a].seed=1,2", "is several values"),
         ("stages.many[rung=a].seed=[[", "override stages.many[rung=a].seed=[[", ""),
         ("stages.many[rung=a]=1", "override stages.many[rung=a]=1", "names no key"),
+        (
+            "stage@stages.bas=sft",
+            "override stage@stages.bas",
+            "the defaults of small.yaml have no such entry (did you mean",
+        ),
+        ("axes.rung={a: 1}", "axes.rung", "must be a list, not a mapping"),
+        ("stages.base.config.data=[a]", "stages.base.config.data", "must be a mapping, not a list"),
         ("~stages.nothing", "small.yaml", "Could not delete from config"),
     ],
 )
@@ -222,6 +229,12 @@ def test_a_bad_override_is_told_by_its_key(files, override, key, text):
         (SMALL, "name: [a\nb: c\n", "pipelines/small.yaml:2:2: not valid YAML"),
         ("conf/stage/sft.yaml", "kind: sft\n  x: {\n", "conf/stage/sft.yaml:2:4: not valid YAML"),
         (SMALL, "defaults: [/nogroup: x, _self_]\nname: a\n", "small.yaml: no 'x' in group 'nogroup'"),
+        (
+            SMALL,
+            "defaults: [{/stage@a: sft}, {/stage@a: opd}, _self_]\nname: a\n",
+            "small.yaml: defaults: 'stage@a' is there twice",
+        ),
+        (SMALL, "defaults: [{/stage@a: sft}, _self_]\na: [1]\n", "small.yaml: a key is a list here and a mapping in a"),
         (SMALL, "name: a\neach: {x: 1}\n", "each: unknown key"),
         (SMALL, "name: a\nstages: [1]\n", "stages: required"),
         (SMALL, "- 1\n", "small.yaml: "),

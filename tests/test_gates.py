@@ -87,6 +87,10 @@ def test_a_metric_of_one_model_is_asked_for_by_its_name():
 def test_a_gate_needs_a_bound():
     with pytest.raises(ValueError, match="needs min, max or both"):
         Gate(metric="loss", action="warn")
+    with pytest.raises(ValueError, match="min 2 is above max 1: nothing passes"):
+        Gate(metric="loss", action="warn", min=2.0, max=1.0)
+    with pytest.raises(ValueError, match="at least 1 character"):
+        Gate(metric="", action="warn", max=1.0)
     assert describe(Gate(metric="loss", action="skip", min=0.0, max=2.5)) == "0 <= loss <= 2.5, else skip"
 
 

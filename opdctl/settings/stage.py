@@ -41,7 +41,7 @@ class RoundInput(Settings):
 class Gate(Settings):
     """A bound on one of a stage's final metrics, looked at once it has finished, and whenever it is reused."""
 
-    metric: str
+    metric: Annotated[str, Field(min_length=1)]
     min: float | None = None
     max: float | None = None
     action: Literal["stop", "skip", "warn"]  # start nothing more; skip the stages that read this one; say it
@@ -50,6 +50,8 @@ class Gate(Settings):
     def _bounded(self) -> "Gate":
         if self.min is None and self.max is None:
             raise ValueError("needs min, max or both")
+        if self.min is not None and self.max is not None and self.min > self.max:
+            raise ValueError(f"min {self.min:g} is above max {self.max:g}: nothing passes; exchange them")
         return self
 
 
