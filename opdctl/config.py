@@ -150,7 +150,7 @@ def _composition_problem(error: Exception, file: Path) -> ConfigError:
     key = getattr(error.__cause__, "full_key", None) or getattr(error, "full_key", None)
     told = " ".join([*lines[:1], *(line for line in cause[:1] if line not in lines[:1])])
     if "Cannot merge DictConfig with ListConfig" in str(error) and not key:
-        return ConfigError(f"{file.name}: a key is a list here and a mapping in a group of its defaults, or the reverse")
+        return ConfigError(f"{file.name}: a key is a list here and a mapping in a group of the defaults, or reversed")
     if key and "Cannot merge DictConfig with ListConfig" in told:
         kinds = ("a list", "a mapping")  # what stands there, what the override gives
         return ConfigError(f"{key}: must be {kinds['={' not in told]}, not {kinds['={' in told]}")
