@@ -3,7 +3,7 @@
 from statistics import fmean
 
 from opdctl.engine.scores import Estimate
-from scripts.recipes.claim import Claim, Table, above, percent, points
+from scripts.recipes.claim import MARGIN, Claim, Table, above, percent, points
 from scripts.recipes.results import Results
 
 ASKED, OTHER = "general.max", "general.high"  # prompts as in the compatible teacher's RL, and others
@@ -21,29 +21,36 @@ def claims(run: Results) -> list[Claim]:
 
 def _signs(run: Results) -> list[Claim]:
     """What is seen while the student learns."""
-    near, distant = _ends(run, NEAR[FORM], "overlap"), _ends(run, DISTANT[FORM], "overlap")
-    mass = [_ends(run, NEAR[FORM], f"overlap_mass_{who}")[1] for who in ("student", "teacher")]
-    gap, stays = _ends(run, NEAR[FORM], "entropy_gap"), _ends(run, DISTANT[FORM], "entropy_gap")
+    overlap = {form: (_ends(run, NEAR[form], "overlap"), _ends(run, DISTANT[form], "overlap")) for form in NEAR}
+    gap = {form: (_ends(run, NEAR[form], "entropy_gap"), _ends(run, DISTANT[form], "entropy_gap")) for form in NEAR}
+    mass = [_ends(run, NEAR[FORM], f"overlap_mass_{who}") for who in ("student", "teacher")]
     return [
         Claim(
             "Where distillation succeeds, the overlap of the top 16 tokens rises, 72 % -> 91 %; where it fails, it "
             "stays low.",
-            f"compatible {_arrow(near)}, incompatible {_arrow(distant)}; by the sampled token "
-            f"{_arrow(_ends(run, NEAR['policy_gradient'], 'overlap'))} and "
-            f"{_arrow(_ends(run, DISTANT['policy_gradient'], 'overlap'))}",
-            near[1] > near[0] and near[1] - near[0] > distant[1] - distant[0] and distant[1] < near[0],
+            "; ".join(
+                f"{form}: compatible {_arrow(near)}, incompatible {_arrow(distant)}"
+                for form, (near, distant) in overlap.items()
+            ),
+            all(
+                near[1] > near[0] > distant[1] and near[1] - near[0] > distant[1] - distant[0]
+                for near, distant in overlap.values()
+            ),
         ),
         Claim(
             "The shared tokens hold 97 to 99 % of the probability of both.",
-            f"{percent(mass[0])} of the student's, {percent(mass[1])} of the teacher's, where 16 of 50 tokens are "
-            f"looked at; at the start {percent(_ends(run, NEAR[FORM], 'overlap_mass_student')[0])} already",
-            min(mass) >= 0.97,
+            f"{percent(mass[0][1])} of the student's, {percent(mass[1][1])} of the teacher's, where 16 of 50 tokens "
+            f"are looked at; {percent(mass[0][0])} of the student's at the start already",
+            min(end for _, end in mass) >= 0.97,
         ),
         Claim(
             "The gap in entropy goes to 0 in success and stays in failure.",
-            f"compatible {gap[0]:.3f} -> {gap[1]:.3f} nats, incompatible {stays[0]:.3f} -> {stays[1]:.3f}, by the "
-            f"sampled token {_ends(run, DISTANT['policy_gradient'], 'entropy_gap')[1]:.3f} at the end",
-            gap[1] < 0.1 * gap[0] and stays[1] > 10 * gap[1],
+            "; ".join(
+                f"{form}: compatible {near[0]:.3f} -> {near[1]:.3f} nats, incompatible {distant[0]:.3f} -> "
+                f"{distant[1]:.3f}, {distant[1] / near[1]:.0f} times as much"
+                for form, (near, distant) in gap.items()
+            ),
+            all(near[1] < 0.1 * near[0] and distant[1] > 10 * near[1] for near, distant in gap.values()),
         ),
     ]
 
@@ -65,8 +72,8 @@ def _conditions(run: Results) -> list[Claim]:
             "The teacher must know something new: without that nothing is gained, compatible or not.",
             f"at high effort, which its RL left out, it has {percent(report.score('near', [OTHER]))}; the student has "
             f"{percent(report.score('sft', [OTHER]))} before and {points(nothing_new)} after, with an overlap of "
-            f"{percent(_ends(run, 'prompted[prompts=high]', 'overlap')[1])}",
-            _not(above(nothing_new)),
+            f"{percent(_ends(run, 'prompted[prompts=high]', 'overlap')[1])} (something: {100 * MARGIN:g} points)",
+            _not(above(nothing_new, MARGIN)),
         ),
     ]
 
