@@ -100,9 +100,9 @@ def _remedies(run: Results) -> list[Claim]:
         ),
         Claim(
             "They make the student's entropy collapse; others are mixed in to keep it.",
-            f"{entropy[aligned]:.3f} nats at the end on its prompts, {entropy['mixed']:.3f} on both kinds; "
-            f"{_both(run, 'mixed')} from both kinds",
-            entropy["mixed"] > entropy[aligned],
+            f"{entropy[aligned]:.3f} nats at the end on its prompts, {entropy['mixed']:.3f} on both kinds, each on "
+            f"its own prompts, so that the two do not compare; mixed, {_both(run, 'mixed')} right",
+            None,
         ),
     ]
 
