@@ -39,7 +39,7 @@ def _signs(run: Results) -> list[Claim]:
         ),
         Claim(
             "The shared tokens hold 97 to 99 % of the probability of both.",
-            f"{percent(mass[0][1])} of the student's, {percent(mass[1][1])} of the teacher's, where 16 of 50 tokens "
+            f"{percent(mass[0][1])} of the student's, {percent(mass[1][1])} of the teacher's, where 16 of 49 tokens "
             f"are looked at; {percent(mass[0][0])} of the student's at the start already",
             min(end for _, end in mass) >= 0.97,
         ),
