@@ -297,6 +297,11 @@ class RunDir:
         return found if whole else {}
 
     @property
+    def damaged(self) -> bool:
+        """Is there a pipeline that cannot be read?"""
+        return (self.path / "pipeline.yaml").exists() and not self.read_pipeline()
+
+    @property
     def info(self) -> Mapping[str, Any]:
         """Who started the run, when and how; empty where it has not started."""
         return read_json(self.path / "run.json") or {}

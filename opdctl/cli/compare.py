@@ -39,21 +39,25 @@ def compare(
     if html is not None:
         from opdctl.pages.compare import comparison_page
 
-        _write(html, comparison_page(found))
+        _write(html, comparison_page(found), "--html")
     if json:
         print_json(comparison_data(found))
     else:
         make_console().print(comparison_view(found, metric))
 
 
-def _write(path: Path, page: str) -> None:
+def _write(path: Path, page: str, option: str) -> None:
     from opdctl.console import make_console
-    from opdctl.records import disk_errors
+    from opdctl.errors import OpdctlError
 
     path = path.expanduser()
-    with disk_errors(path):
+    try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise OpdctlError(
+            f"{option}: cannot write {path}: {error.strerror}", hint=f"name another file: {option} FILE"
+        ) from error
     make_console(stderr=True).print(f"wrote {path}", soft_wrap=True)
 
 
@@ -71,4 +75,4 @@ def report(
 
     found = find_run(workspace, run)
     page = report_page(tell(found), stage_lines(found), compare_runs([found]))
-    _write(out or found.path / "report.html", page)
+    _write(out or found.path / "report.html", page, "--out")

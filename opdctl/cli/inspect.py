@@ -139,6 +139,9 @@ def find_run(workspace: Path, name: str | None) -> "RunDir":
         close = get_close_matches(name, names, n=1)
         hint = f"did you mean {close[0]}?" if close else f"runs here: {', '.join(names) or 'none'}"
         raise ConfigError(f"no run '{name}' in {workspace}", hint=hint)
+    if run.damaged:
+        hint = f"the command that made it writes it anew: opdctl {' '.join(run.info.get('argv', ['', 'run'])[1:])}"
+        raise ConfigError(f"run {name}: pipeline.yaml is damaged", hint=hint)
     return run
 
 

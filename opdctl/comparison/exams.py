@@ -67,7 +67,13 @@ def exams_of(run: RunDir, notes: list[str]) -> Iterator[Exam]:
         directory = run.stage(name)
         record = directory.record() if stage.get("kind") == "eval" else None
         report = read_json(directory.checkpoint / "report.json", "cells", "models", "roles", "fusion")
-        if record is None or report is None:
+        damage = directory.damage() if stage.get("kind") == "eval" else ""
+        if damage or (record is not None and not _whole(report)):
+            why = damage or "its report.json says nothing that can be read"
+            notes.append(
+                f"run {run.name}: {name} is left out, for it is damaged: {why}; run it again: --rerun '{name}'"
+            )
+        if record is None or report is None or not _whole(report):
             continue
         plain, seed = unseeded(name)
         rows = [row for part in report["fusion"][:1] for row in part["rows"]]
@@ -78,6 +84,14 @@ def exams_of(run: RunDir, notes: list[str]) -> Iterator[Exam]:
     if not examined:
         notes.append(f"run {run.name}: no eval stage has finished, so nothing of it can be compared")
     yield from examined
+
+
+def _whole(report: Mapping[str, Any] | None) -> bool:
+    """Does it tell of every model in every cell?"""
+    if report is None:
+        return False
+    models, cells = report["models"], report["cells"]
+    return bool(models) and all(set(by_cell) == set(cells) for by_cell in models.values())
 
 
 def _settings(pipeline: Mapping[str, Any]) -> str:

@@ -144,3 +144,24 @@ def test_help_imports_nothing_that_takes_long():
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.stdout.rstrip().endswith("[]"), done.stderr
     assert time.perf_counter() - began < 10
+
+
+@pytest.mark.parametrize("command", [("compare", "one", "--html"), ("report", "one", "--out")])
+def test_a_page_that_cannot_be_written_is_refused_with_its_option(call, workspace, command):
+    examined(workspace, "one")
+    (workspace / "file").write_text("")
+    for path in (".", "file/page.html"):
+        code, _, err = call(*command, path)
+        assert code == 1
+        assert f"error: {command[-1]}: cannot write {path}: " in err.replace("\n", " ")
+        assert f"name another file: {command[-1]} FILE" in err.replace("\n", " ")
+
+
+@pytest.mark.parametrize("command", ["compare", "report", "status"])
+def test_a_run_whose_pipeline_is_damaged_is_refused_with_the_command_that_mends_it(call, workspace, command):
+    run = examined(workspace, "one")
+    (run.path / "pipeline.yaml").write_text("stages: [")
+    code, _, err = call(command, "one")
+    assert code == 2
+    assert "run one: pipeline.yaml is damaged" in err
+    assert "opdctl run small" in err

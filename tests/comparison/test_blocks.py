@@ -93,6 +93,18 @@ def test_a_run_without_a_finished_evaluation_is_said_and_the_others_are_compared
     assert "run two: no eval stage has finished" in found.notes[0]
 
 
+@pytest.mark.parametrize("text", ["x", '{"cells": ["z"], "models": {"a": {}}, "roles": {}, "fusion": []}'])
+@pytest.mark.parametrize("size", ["same", "other"])
+def test_a_damaged_report_is_said(workspace, text, size):
+    run = examined(workspace, "one")
+    report = run.stage("eval").checkpoint / "report.json"
+    report.write_text(text.ljust(report.stat().st_size) if size == "same" else text)
+    found = compare([run])
+    assert found.blocks == []
+    assert found.notes[0].startswith("run one: eval is left out, for it is damaged: ")
+    assert found.notes[0].endswith("; run it again: --rerun 'eval'")
+
+
 def test_students_stand_side_by_side_in_the_order_of_the_evaluation(workspace):
     right = {**RIGHT, "mopd[loss=topk]": (75, 60, 80), "average": (50, 30, 60)}
     (block,) = compare([examined(workspace, "one", right=right)]).blocks
