@@ -33,6 +33,7 @@ MANY: Mapping[str, tuple[str, ...]] = {
 }
 ROUND = "round"  # the axis of inputs with `first` and `then`
 SEED = "seed"  # the axis that `seeds` adds
+_SEEDED = re.compile(rf"\[{SEED}=(-?\d+)\]|,{SEED}=(-?\d+)(?=[,\]])|(?<=\[){SEED}=(-?\d+),")
 FORMS = "stage:NAME, stage:NAME[axis=value], stage:NAME[*] (lists only), model:, path:DIR or hf:REPO@REVISION"
 
 
@@ -103,6 +104,17 @@ def address(base: str, each: Mapping[str, Any]) -> str:
 def add_axis(name: str, axis: str, value: Any) -> str:
     """sft -> sft[seed=0], max[domain=math] -> max[domain=math,seed=0]"""
     return f"{name.removesuffix(']')}{',' if name.endswith(']') else '['}{axis}={value}]"
+
+
+def unseeded(name: str) -> tuple[str, int | None]:
+    """`mopd[loss=topk,seed=1]` -> `mopd[loss=topk]`, 1."""
+    found = _SEEDED.search(name)
+    return (name[: found.start()] + name[found.end() :], int(found[found.lastindex or 0])) if found else (name, None)
+
+
+def without_seeds(text: str) -> str:
+    """A text with the axis `seed` taken out of every stage's name in it."""
+    return _SEEDED.sub("", text)
 
 
 # ---------------------------------------------------------------------------------------------- selection

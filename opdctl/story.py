@@ -4,14 +4,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from opdctl.comparison import Curve, Ledger, curves, unseeded
+from opdctl.comparison import Curve, Ledger, curves
 from opdctl.comparison.costs import Spent
 from opdctl.errors import ConfigError
 from opdctl.formulas import describe_merge, describe_opd, describe_rlvr
 from opdctl.gates import broken, describe
 from opdctl.pipeline import KINDS
 from opdctl.records import SELECTION, Parent, Record, read_json
-from opdctl.references import Addresses
+from opdctl.references import Addresses, unseeded
 from opdctl.settings import AnyStage, MergeSettings, OpdSettings, RlvrSettings, SftSettings
 from opdctl.store import RunDir
 from opdctl.validation import validate

@@ -1,10 +1,29 @@
-"""Inputs that change from round to round."""
+"""Names without their seed, and inputs that change from round to round."""
 
 import pytest
 from recipes import recipe
 
 from opdctl.errors import ConfigError
 from opdctl.pipeline import marker
+from opdctl.references import add_axis, unseeded, without_seeds
+
+
+@pytest.mark.parametrize(
+    ("name", "plain", "seed"),
+    [
+        ("sft", "sft", None),
+        ("sft[seed=0]", "sft", 0),
+        ("mopd[loss=topk,seed=12]", "mopd[loss=topk]", 12),
+        ("mopd[seed=-1,loss=topk]", "mopd[loss=topk]", -1),
+        ("mopd[a=b,seed=1,loss=topk]", "mopd[a=b,loss=topk]", 1),
+        ("mopd[reseed=1]", "mopd[reseed=1]", None),
+    ],
+)
+def test_the_axis_seed_is_taken_out(name, plain, seed):
+    assert unseeded(name) == (plain, seed)
+    assert without_seeds(f"{name}/x and {name}") == f"{plain}/x and {plain}"
+    if seed is not None:
+        assert unseeded(add_axis(plain, "seed", seed)) == (plain, seed)
 
 
 def rounds(**changes):

@@ -2,7 +2,6 @@
 
 from opdctl.comparison.blocks import COSTS, HEALTH, Block, Comparison, Row, Student, Value, compare
 from opdctl.comparison.costs import Ledger
-from opdctl.comparison.exams import unseeded
 from opdctl.comparison.history import Curve, curves
 
 __all__ = [
@@ -17,5 +16,4 @@ __all__ = [
     "Value",
     "compare",
     "curves",
-    "unseeded",
 ]

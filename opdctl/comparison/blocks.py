@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from opdctl.comparison.costs import Ledger
-from opdctl.comparison.exams import METRICS, Exam, exams_of, unseeded
+from opdctl.comparison.exams import METRICS, Exam, exams_of
 from opdctl.comparison.history import Curve, curves
 from opdctl.engine.scores import Estimate, difference, mean_interval, normalised_score, weighted_sum
+from opdctl.references import unseeded
 from opdctl.store import RunDir, StageDir
 
 HEALTH = ("reverse_kl", "overlap", "student_entropy", "teacher_entropy", "entropy", "length", "accuracy")

@@ -1,26 +1,16 @@
 """Finished eval stages: who was examined, by which settings, and what came out."""
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from opdctl.engine.scores import Estimate
 from opdctl.records import Record, read_json
+from opdctl.references import unseeded, without_seeds
 from opdctl.store import RunDir, StageDir
 
 METRICS = {"accuracy": "accuracy", "within": "within_budget"}  # ours -> name in report.json
-SEED = re.compile(r"(?<=[\[,])seed=(-?\d+)(,|(?=\]))")
-
-
-def unseeded(name: str) -> tuple[str, int | None]:
-    """`mopd[loss=topk,seed=1]` -> `mopd[loss=topk]`, 1."""
-    found = SEED.search(name)
-    if found is None:
-        return name, None
-    rest = (name[: found.start()] + name[found.end() :]).replace(",]", "]").removesuffix("[]")
-    return rest, int(found[1])
 
 
 @dataclass(frozen=True)
@@ -36,11 +26,15 @@ class Exam:
     routes: Mapping[str, str] = field(default_factory=dict)  # cell -> teacher's label
 
     def students(self) -> dict[str, str]:
-        """Label without the seed -> label in the report: the models after, or all where nothing is."""
+        """Label without the seed -> label in the report: the models after, or all where nothing is.
+
+        An evaluation of several seeds of one model names each in full.
+        """
         roles: Mapping[str, str] = self.report["roles"]
         ordered = list(dict.fromkeys([*(part["model"] for part in self.report["fusion"]), *roles]))
         chosen = [label for label in ordered if roles[label] == "after"] or ordered
-        return {unseeded(label)[0]: label for label in chosen}
+        plain = {unseeded(label)[0]: label for label in chosen}
+        return plain if len(plain) == len(chosen) else {label: label for label in chosen}
 
     def labels(self, role: str) -> list[str]:
         return [label for label, its in self.report["roles"].items() if its == role]
@@ -102,5 +96,4 @@ def _settings(pipeline: Mapping[str, Any]) -> str:
     for name, stage in pipeline.get("stages", {}).items():
         own = {key: value for key, value in stage.items() if key not in ("seed", "resources", "gates", "labels")}
         stages[unseeded(name)[0]] = own
-    text = json.dumps(plain | {"stages": stages}, sort_keys=True)
-    return re.sub(r"\[seed=-?\d+\]|,seed=-?\d+|(?<=\[)seed=-?\d+,", "", text)
+    return without_seeds(json.dumps(plain | {"stages": stages}, sort_keys=True))

@@ -10,8 +10,8 @@ from rich.text import Text
 
 from opdctl import gates
 from opdctl.console import join, plural
-from opdctl.pipeline import Stage
 from opdctl.plan import Decision, Plan, PlannedStage
+from opdctl.references import unseeded
 
 STYLES = {
     Decision.RUN: "yellow",
@@ -118,13 +118,13 @@ def _why(item: PlannedStage) -> str:
 def _formulas(stages: Iterable[PlannedStage]) -> list[RenderableType]:
     """Each loss once, with the stages that minimise it, and each way to merge; further lines of the formula by stage
     where they differ."""
-    everyone = [_without_seed(item.stage) for item in stages]
+    everyone = [unseeded(item.stage.name)[0] for item in stages]
     losses: dict[str, dict[str, list[str]]] = {}  # first line -> further lines -> stages
     for item in stages:
         if item.formula:
             first, _, more = item.formula.partition("\n")
             first = f"{'weights' if item.stage.settings.kind == 'merge' else 'loss'}: {first}"
-            losses.setdefault(first, {}).setdefault(more, []).append(_without_seed(item.stage))
+            losses.setdefault(first, {}).setdefault(more, []).append(unseeded(item.stage.name)[0])
     lines: list[RenderableType] = []
     for first, further in losses.items():
         users = [name for names in further.values() for name in names]
@@ -137,15 +137,6 @@ def _formulas(stages: Iterable[PlannedStage]) -> list[RenderableType]:
 
 def _indented(text: str) -> RenderableType:
     return Padding(Text(text), (0, 0, 0, 2))
-
-
-def _without_seed(stage: Stage) -> str:
-    """`mopd[loss=topk,seed=0]` -> `mopd[loss=topk]`: the seeds of a stage share its formula."""
-    axis = f"seed={stage.labels.get('seed')}]"
-    if not stage.name.endswith(axis):
-        return stage.name
-    rest = stage.name.removesuffix(axis)
-    return rest.removesuffix("[") if rest.endswith("[") else f"{rest.removesuffix(',')}]"
 
 
 def _by_base(names: Sequence[str], everyone: Sequence[str]) -> list[str]:

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
-from opdctl.comparison import unseeded
 from opdctl.pages.page import Html
+from opdctl.references import unseeded
 
 LETTER, DOT, ROW, PAD = 6.4, 10.0, 17.0, 10.0  # width of a letter and a dot, height of a line, space inside a box
 GAP, LANE, BETWEEN = 26.0, 14.0, 54.0  # between boxes, for a line that passes, between layers
