@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from html import escape
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -119,6 +120,7 @@ def _style() -> AbstractContextManager[None]:
     import matplotlib
 
     rules: Any = {"svg.fonttype": "none", "font.size": 9, "axes.grid": True, "grid.alpha": 0.15, "axes.axisbelow": True}
+    rules["text.parse_math"] = False  # a label may have two $
     inked = ("axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "text.color", "grid.color")
     return matplotlib.rc_context(rules | dict.fromkeys(inked, INK))
 
@@ -133,5 +135,4 @@ def _inline(svg: str, caption: str) -> str:
     prefix = f"c{next(_numbers)}-"
     body = re.sub(r'\bid="', f'id="{prefix}', body)
     body = re.sub(r'href="#', f'href="#{prefix}', body).replace("url(#", f"url(#{prefix}")
-    label = caption.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
-    return body.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
+    return body.replace("<svg", f'<svg role="img" aria-label="{escape(caption)}"', 1)

@@ -22,7 +22,7 @@ CURVES = {
 
 def comparison_page(comparison: Comparison) -> str:
     """One self-contained document."""
-    title = "Comparison of " + " and ".join(dict.fromkeys(f"{block.name}" for block in comparison.blocks))
+    title = "Comparison of " + " and ".join(dict.fromkeys(block.name for block in comparison.blocks))
     parts: list[str] = [heading(1, title), paragraph(INTRODUCTION, "dim"), bullets(comparison.notes)]
     for block in comparison.blocks:
         parts += block_parts(block)

@@ -31,3 +31,10 @@ def test_pictures_are_inline_with_names_of_their_own_and_no_address():
     assert all(names)
     assert not names[0] & names[1]
     assert 'aria-label="loss &amp; more"' in pictures[0]
+
+
+def test_a_label_in_a_picture_is_text_whatever_stands_in_it():
+    label = "</svg><script>$x_{$ & y"
+    picture = dots("score", {label: Point(0.5)}, {label: 0})
+    assert "<script" not in picture
+    assert "&lt;script&gt;$x_{$ &amp; y" in picture.replace("\n", "")
