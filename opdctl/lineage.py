@@ -34,6 +34,11 @@ class Node:
     note: str = ""  # what is odd about it; what a selection chose
     parents: Sequence[Edge] = ()
 
+    @property
+    def gone(self) -> bool:
+        """Made by a stage whose record cannot be read any more."""
+        return not self.kind and self.note != ""
+
 
 def trace(workspace: Workspace, roots: Sequence[StageDir]) -> dict[str, Node]:
     """The graph above some finished stages, keyed by record id: each root, then its ancestors."""

@@ -25,8 +25,11 @@ class Ledger:
         return {"seconds": node.seconds, "gpu_seconds": node.seconds * gpus if gpus else None, **told}
 
     def with_ancestors(self, record_id: str) -> Spent:
-        """Sums; each ancestor counts once. None where one of them does not tell."""
-        nodes = [node for node in self._ancestors(record_id) if node.kind]
+        """Sums; each ancestor counts once. None where one of them does not tell, or its record is gone."""
+        found = self._ancestors(record_id)
+        if any(node.gone for node in found):
+            return dict.fromkeys(("all_seconds", "all_cpu_seconds", "all_gpu_seconds", "all_sampled_tokens"))
+        nodes = [node for node in found if node.kind]
         leased = [node.seconds * self._gpus(node.run, node.title) for node in nodes]
         return {
             "all_seconds": sum(node.seconds for node in nodes),

@@ -44,7 +44,7 @@ class Curve:
             return None
         means = zip(self.steps, self.smooth().values, strict=True)
         full = list(means)[self.window - 1 :]
-        return next(step for step, value in full if value >= share * self.last)
+        return next((step for step, value in full if value >= share * self.last), None)  # None: NaN
 
 
 def curves(stage: StageDir) -> dict[str, Curve]:

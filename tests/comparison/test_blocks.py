@@ -1,6 +1,7 @@
 """Students of runs held against each other: numbers by hand, seeds, and what is said where runs do not fit together."""
 
 import math
+import shutil
 
 import pytest
 from examined import RIGHT, examined
@@ -123,6 +124,14 @@ def test_a_cost_that_an_ancestor_does_not_tell_is_absent_and_not_a_smaller_sum(w
     cost = student(compare([examined(workspace, "one", metrics={"teacher": {"reward": 0.9}})])).cost
     assert cost["all_cpu_seconds"] is cost["all_sampled_tokens"] is None
     assert cost["cpu_seconds"].value == 10
+
+
+def test_a_cost_whose_ancestor_is_gone_is_absent(workspace):
+    run = examined(workspace, "one")
+    shutil.rmtree(run.stage("teacher").path)
+    cost = student(compare([run])).cost
+    assert cost["all_seconds"] is cost["all_cpu_seconds"] is cost["all_sampled_tokens"] is None
+    assert cost["seconds"].value == 12
 
 
 def test_health_is_the_first_and_the_last_tenth(workspace):

@@ -1,5 +1,6 @@
 """Curves out of the events of attempts."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -19,8 +20,9 @@ def test_steps_to_a_share_of_the_last_tenth():
     assert curve.reaches(0.9) == 19
 
 
-def test_nothing_is_reached_where_the_end_is_zero():
+def test_nothing_is_reached_where_the_end_is_zero_or_no_number():
     assert Curve([1, 2], [0.5, 0.0]).reaches(0.95) is None
+    assert Curve([1, 2], [0.5, math.nan]).reaches(0.95) is None
 
 
 def test_a_later_attempt_repeats_steps_and_its_word_counts(workspace):
