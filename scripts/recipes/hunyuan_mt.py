@@ -31,7 +31,8 @@ def claims(run: Results) -> list[Claim]:
         ),
         Claim(
             "Candidates help (no comparison in the report with RL without any).",
-            f"as much RL without candidates: {percent(alone.score('sft'))} to {percent(alone.score('alone'))}",
+            f"as much RL without candidates: {percent(alone.score('sft'))} to {percent(alone.score('alone'))}, with "
+            f"them {percent(report.score('form'))} to {percent(fused)}",
             None,
         ),
     ]

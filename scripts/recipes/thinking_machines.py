@@ -6,42 +6,29 @@ from statistics import fmean
 from scripts.recipes.claim import Claim, Table, above, kept, percent, points
 from scripts.recipes.results import Report, Results
 
-MODELS = {
-    "sft": "before",
-    "documents": "documents alone",
-    "mixed": "70 % documents",
-    "restored": "and distilled from the model before",
-}
+MODELS = {"sft": "before", "documents": "documents alone", "mixed": "70 % documents"}
+INSTRUCTIONS = "general_agents"  # whose chains stand for IF-eval
 REACHED = 0.95  # of the accuracy that RL ends with
 WINDOW = 3  # rollout batches that a point of a curve is the mean of
 
 
 def claims(run: Results) -> list[Claim]:
     report = run.report("eval")
-    facts, chains = _cells(report)
-    learned = report.gain("mixed", "sft", facts)
-    lost = report.gain("mixed", "sft", chains)
-    regained = report.gain("restored", "mixed", chains)
-    remaining = report.gain("restored", "sft", chains)
-    knowledge = report.gain("restored", "mixed", facts)
+    facts, told = _cells(report, "facts"), _cells(report, INSTRUCTIONS)
+    learned, lost = report.gain("mixed", "sft", facts), report.gain("mixed", "sft", told)
+    more, worse = report.gain("documents", "mixed", facts), report.gain("documents", "mixed", told)
     return [
         Claim(
             "Mid-training on documents with 30 % of chat data teaches them (18 to 36) and costs obedience (85 to 79).",
-            f"facts {points(learned)}, chains {points(lost)}",
+            f"facts {points(learned)}, instructions {points(lost)}",
             _both(above(learned), _opposite(above(lost))),
         ),
         Claim(
             "Documents alone teach more (43) and cost far more (45).",
-            f"facts {points(report.gain('documents', 'mixed', facts))}, "
-            f"chains {points(report.gain('documents', 'mixed', chains))} against the mixture",
-            _opposite(above(report.gain("documents", "mixed", chains))),
+            f"facts {points(more)}, instructions {points(worse)} against the mixture",
+            _both(above(more), _opposite(above(worse))),
         ),
-        Claim(
-            "Distillation from the model before restores obedience nearly (83 of 85) ...",
-            f"chains {points(regained)}, and {points(remaining)} against the model before",
-            _both(above(regained), kept(remaining)),
-        ),
-        Claim("... without losing the knowledge (36 to 41).", f"facts {points(knowledge)}", kept(knowledge)),
+        *_restored(run, facts, told),
         _steps(run),
         _one_prompt(run),
     ]
@@ -49,17 +36,38 @@ def claims(run: Results) -> list[Claim]:
 
 def table(run: Results) -> Table:
     report = run.report("eval")
-    facts, chains = _cells(report)
+    names = MODELS | {stage: f"and distilled at a rate of {_rate(run, stage):g}" for stage in run.named("restored[*]")}
+    tasks = ["facts", INSTRUCTIONS, *(task for task in run.settings["axes"]["domain"] if task != INSTRUCTIONS)]
     rows = [
-        [name, percent(report.score(model, facts)), percent(report.score(model, chains))]
-        for model, name in MODELS.items()
+        [name, *(percent(report.score(model, _cells(report, task))) for task in tasks)] for model, name in names.items()
     ]
-    return Table("Knowledge and obedience", ["model", "facts", "chains at three efforts"], rows)
+    return Table("Knowledge and obedience", ["model", "facts", "instructions", *tasks[2:]], rows)
 
 
-def _cells(report: Report) -> tuple[list[str], list[str]]:
-    facts = [cell for cell in report.cells if cell.startswith("facts.")]
-    return facts, [cell for cell in report.cells if cell not in facts]
+def _cells(report: Report, task: str) -> list[str]:
+    return [cell for cell in report.cells if cell.startswith(f"{task}.")]
+
+
+def _rate(run: Results, stage: str) -> float:
+    return float(run.settings["stages"][stage]["config"]["train"]["optimizer"]["lr"])
+
+
+def _restored(run: Results, facts: list[str], told: list[str]) -> list[Claim]:
+    """What distillation from the model before brings back, and what it costs, at each rate."""
+    report, rows = run.report("eval"), []
+    for stage in run.named("restored[*]"):
+        regained, missing = report.gain(stage, "mixed", told), report.gain(stage, "sft", told)
+        knowledge = report.gain(stage, "mixed", facts)
+        rows.append(
+            Claim(
+                "Distillation from the model before restores obedience nearly (79 to 83 of 85) and costs no knowledge "
+                f"(36 to 41); at a rate of {_rate(run, stage):g}.",
+                f"instructions {points(regained)}, then {points(missing)} against the model before; facts "
+                f"{points(knowledge)}",
+                _both(_both(above(regained), kept(missing)), kept(knowledge)),
+            )
+        )
+    return rows
 
 
 def _steps(run: Results) -> Claim:
@@ -94,11 +102,14 @@ def _first(curve: Sequence[tuple[int, float]], bound: float) -> int | None:
 
 def _one_prompt(run: Results) -> Claim:
     report = run.report("eval_rl")
-    behind = report.gain("one_prompt", "distilled")
+    counts = run.settings["axes"]["prompts"]
+    one, few = (f"few[prompts={count}]" for count in counts)
+    behind = report.gain(one, "distilled")
     return Claim(
         "One prompt, asked again and again, is nearly enough to reach the teacher (20 steps of 256 rollouts).",
-        f"one prompt a task {percent(report.score('one_prompt'))}, as many completions of fresh prompts "
-        f"{percent(report.score('distilled'))}: {points(behind)}; the start has {percent(report.score('sft'))}",
+        f"one prompt a task {percent(report.score(one))}, as many completions of fresh prompts "
+        f"{percent(report.score('distilled'))}: {points(behind)}; the start has {percent(report.score('sft'))}; "
+        f"{counts[1]} prompts a task {percent(report.score(few))}",
         kept(behind),
     )
 
