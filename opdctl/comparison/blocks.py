@@ -11,7 +11,7 @@ from statistics import fmean
 from opdctl.comparison.costs import Ledger
 from opdctl.comparison.exams import METRICS, Exam, exams_of
 from opdctl.comparison.history import Curve, curves
-from opdctl.engine.scores import Estimate, difference, mean_interval, normalised_score, weighted_sum
+from opdctl.engine.scores import Estimate, by_domain, difference, mean_interval, normalised_score, weighted_sum
 from opdctl.references import unseeded
 from opdctl.store import RunDir, StageDir
 
@@ -339,14 +339,11 @@ def _row(cell: str, marks: Sequence[_Marks], confidence: float) -> Row:
 
 def _normalised(marks: Mapping[str, _Marks]) -> float | None:
     """A cell's task is the domain, its effort the benchmark."""
-    columns: list[dict[str, dict[str, float]]] = [{}, {}, {}]
-    for cell, mark in marks.items():
-        task, _, effort = cell.partition(".")
-        for scores, found in zip(columns, (mark.before, mark.teacher, mark.after), strict=True):
-            if found is None:
-                return None
-            scores.setdefault(task, {})[effort] = found.value
-    return normalised_score(*columns)
+    if any(mark.before is None or mark.teacher is None for mark in marks.values()):
+        return None
+    names = ("before", "teacher", "after")
+    columns = ({cell: getattr(mark, name).value for cell, mark in marks.items()} for name in names)
+    return normalised_score(*map(by_domain, columns))
 
 
 # ------------------------------------------------------------------------------------------------------ cost, health

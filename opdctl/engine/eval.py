@@ -17,7 +17,15 @@ from opdctl.engine.loop import Metrics, completions_per_call, open_policy, open_
 from opdctl.engine.recovery import damaged, write_whole
 from opdctl.engine.rows import Mixer, Renderer, Row, judge, roll, stream_seed
 from opdctl.engine.sampling import Completions, Generate, sample
-from opdctl.engine.scores import CellCounts, FusionTable, fusion_tables, normalised_score, pass_at_k, wilson_interval
+from opdctl.engine.scores import (
+    CellCounts,
+    FusionTable,
+    by_domain,
+    fusion_tables,
+    normalised_score,
+    pass_at_k,
+    wilson_interval,
+)
 from opdctl.engine.teachers import Router
 from opdctl.errors import StageRefused
 from opdctl.settings import EvalSettings, Rollout
@@ -327,12 +335,5 @@ def _fusion(
 
 def _normalised(table: FusionTable) -> float | None:
     """MOPD's normalised score with a task as domain and its efforts as benchmarks."""
-
-    def scores(column: str) -> dict[str, dict[str, float]]:
-        found: dict[str, dict[str, float]] = {}
-        for row in table.rows:
-            task, _, effort = row.cell.partition(".")
-            found.setdefault(task, {})[effort] = getattr(row, column).value
-        return found
-
-    return normalised_score(scores("before"), scores("teacher"), scores("after"))
+    columns = ({row.cell: getattr(row, name).value for row in table.rows} for name in ("before", "teacher", "after"))
+    return normalised_score(*map(by_domain, columns))

@@ -130,6 +130,15 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 Scores = Mapping[str, Mapping[str, float]]  # domain -> benchmark -> score
 
 
+def by_domain(cells: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """Scores of cells, TASK.EFFORT or TASK: a task is a domain, its efforts are benchmarks."""
+    found: dict[str, dict[str, float]] = {}
+    for cell, score in cells.items():
+        task, _, effort = cell.partition(".")
+        found.setdefault(task, {})[effort] = score
+    return found
+
+
 def normalised_domains(before: Scores, teacher: Scores, after: Scores) -> dict[str, float | None]:
     """Per domain (s - s_before) / (s_teacher - s_before), each s the plain mean of the domain's benchmarks.
 

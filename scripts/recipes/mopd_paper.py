@@ -58,17 +58,13 @@ class Contest:
 
     def cost(self, stages: Sequence[str]) -> float:
         """CPU seconds a seed."""
-        return sum(self.run.cost(name) for name in self._everywhere(stages)) / len(self.reports)
+        return sum(map(self.run.cost, stages)) / len(self.reports)
 
     def samples(self, stages: Sequence[str]) -> float:
         """Completions drawn to learn from, a seed."""
-        records = [self.run.record(name) for name in self._everywhere(stages)]
+        records = [self.run.record(name) for stage in stages for name in self.run.named(stage)]
         drawn = [record.metrics.get("sampled_completions", 0.0) for record in records if record.kind != "eval"]
         return sum(drawn) / len(self.reports)
-
-    def _everywhere(self, stages: Sequence[str]) -> list[str]:
-        """The instances of these stages, of all seeds."""
-        return [name for stage in stages for name in _over_seeds(self.run, stage)]
 
 
 def claims(run: Results) -> list[Claim]:
@@ -149,12 +145,6 @@ def _spread(contest: Contest, model: str) -> float:
     """Between the domains, mean over the seeds."""
     found = [list(domains.values()) for domains in contest.domains(model)]
     return fmean((fmean((value - fmean(values)) ** 2 for value in values)) ** 0.5 for values in found)
-
-
-def _over_seeds(run: Results, selector: str) -> list[str]:
-    base, _, axes = selector.partition("[")
-    wanted = axes.removesuffix("]").replace("*", "")
-    return [name for name in run.named(f"{base}[*]" if len(run.seeds) > 1 else base) if wanted in name]
 
 
 def _shown(estimate: Estimate) -> str:

@@ -1,5 +1,8 @@
 """Nemotron-Cascade 2: distillation from the run's own strongest checkpoints in the middle of a cascade."""
 
+import json
+
+from opdctl.records import SELECTION
 from scripts.recipes.claim import Claim, above, kept, percent, points
 from scripts.recipes.results import Results
 
@@ -46,9 +49,5 @@ def claims(run: Results) -> list[Claim]:
 
 
 def _winner(run: Results, stage: str) -> str:
-    scores = {
-        name.removesuffix("/score"): score
-        for name, score in run.record(stage).metrics.items()
-        if name.endswith("/score")
-    }
-    return max(scores, key=lambda label: scores[label])
+    chosen: str = json.loads((run.checkpoint(stage) / SELECTION).read_text())["winner"]
+    return chosen

@@ -1,30 +1,28 @@
 """A finished run, opened by its name: what its evaluations found, how its stages went, and what they cost."""
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
-from opdctl.backends.events import EventTail
-from opdctl.engine.scores import Estimate, difference, weighted_sum
+from opdctl.comparison import curves
+from opdctl.engine.scores import Estimate, by_domain, difference, weighted_sum
 from opdctl.errors import OpdctlError
-from opdctl.references import select
+from opdctl.references import SEED, add_axis, select
 from opdctl.store import Record, StageDir, Workspace
 
 Metric = Literal["accuracy", "within_budget"]
-_SEED = re.compile(r"(,seed=-?\d+(?=\])|seed=-?\d+,|\[seed=-?\d+\])")
 
 
 class Report:
-    """What one eval stage found. Models go by their labels, without the seed: `sft`, `max[domain=general]`."""
+    """What one eval stage found. Models go by their labels: `sft`, `max[domain=general]`."""
 
     def __init__(self, data: Mapping[str, Any]) -> None:
         self.cells: list[str] = data["cells"]  # "general.max": task and effort
-        self._models = {_seedless(label): found for label, found in data["models"].items()}
-        self._normalised = {_seedless(label): score for label, score in data["normalised_score"].items()}
+        self._models: Mapping[str, Mapping[str, Any]] = data["models"]
+        self._normalised: Mapping[str, float] = data["normalised_score"]
 
     @property
     def models(self) -> list[str]:
@@ -46,12 +44,8 @@ class Report:
 
     def domains(self, model: str | Mapping[str, str]) -> dict[str, dict[str, float]]:
         """Task -> effort -> accuracy, as `scores.normalised_score` reads it. `model` may go by task."""
-        found: dict[str, dict[str, float]] = {}
-        for cell in self.cells:
-            task, _, effort = cell.partition(".")
-            chosen = model if isinstance(model, str) else model[task]
-            found.setdefault(task, {})[effort] = self.score(chosen, [cell]).value
-        return found
+        routed = {cell: model if isinstance(model, str) else model[cell.partition(".")[0]] for cell in self.cells}
+        return by_domain({cell: self.score(chosen, [cell]).value for cell, chosen in routed.items()})
 
     def length(self, model: str, cell: str) -> float:
         """Mean tokens of an answer, its end included."""
@@ -76,8 +70,7 @@ class Report:
     def _of(self, model: str) -> Mapping[str, Any]:
         if model not in self._models:
             raise OpdctlError(f"the report has no model {model}: it has {self.models}")
-        found: Mapping[str, Any] = self._models[model]
-        return found
+        return self._models[model]
 
 
 class Results:
@@ -105,8 +98,7 @@ class Results:
     def report(self, stage: str = "eval", seed: int | None = None) -> Report:
         """Of an eval stage; `seed` is required where the run has several."""
         if self.settings.get("seeds"):
-            base, bracket, axes = stage.partition("[")
-            stage = f"{base}[{axes.removesuffix(']') + ',' if bracket else ''}seed={seed}]"
+            stage = add_axis(stage, SEED, seed)
         return Report(json.loads((self.checkpoint(stage) / "report.json").read_text()))
 
     def reports(self, stage: str = "eval") -> list[Report]:
@@ -133,15 +125,10 @@ class Results:
 
     def curve(self, stage: str, name: str) -> list[tuple[int, float]]:
         """(step, value) of a metric while the stage trained, wherever its checkpoint was made."""
-        own, last = self._stage(stage), self.record(stage).step
-        found: dict[int, float] = {}
-        for attempt in (own.reference() or own).attempts():
-            for event in EventTail(attempt.events).read():
-                if event.phase == "train" and name in event.metrics and event.step <= last:
-                    found[event.step] = float(event.metrics[name])
-        if not found:
+        found = curves(self._stage(stage)).get(name)
+        if found is None:
             raise OpdctlError(f"stage {stage} of run {self._run.name} reported no metric {name} while it trained")
-        return sorted(found.items())
+        return list(zip(found.steps, found.values, strict=True))
 
     def cost(self, selector: str) -> float:
         """Seconds of one core that the stages took, reused ones included."""
@@ -161,8 +148,3 @@ class Results:
 def _seconds(record: Record) -> float:
     # stages of verl and vLLM work in processes of their own, and merges take next to nothing: time on the clock
     return record.metrics.get("cpu_seconds", record.seconds)
-
-
-def _seedless(label: str) -> str:
-    """`max[domain=a,seed=1]` -> `max[domain=a]`, `sft[seed=1]/accuracy` -> `sft/accuracy`"""
-    return _SEED.sub("", label)
