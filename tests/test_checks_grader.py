@@ -32,6 +32,8 @@ BAD = [
         EVAL + ".mode",
         "pairwise compares the completions of a group",
     ),
+    ({RL: RUBRIC | {"template": "{completion!z}"}}, RL, "template: {completion} is filled in as it is"),
+    ({RL: RUBRIC | {"template": "{completion:d}"}}, RL, "template: {completion} is filled in as it is"),
     ({RL: RUBRIC | {"by": "endpoint"}}, RL, "by: endpoint needs `endpoint`"),
     ({RL: RUBRIC | {"endpoint": SERVER["endpoint"]}}, RL, "by: actor has no use for `endpoint`"),
     ({EVAL: EXAM, "stages.eval.backend": "vllm"}, EVAL + ".by", "actor: vLLM is loaded for the models"),

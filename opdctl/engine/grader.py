@@ -21,12 +21,14 @@ from opdctl.engine.endpoint import Client
 from opdctl.engine.loop import open_policy, role
 from opdctl.engine.rows import Renderer, Row, stream_seed
 from opdctl.engine.sampling import Completions, Generate, sample
+from opdctl.engine.tokenizer import Tokenizer, closed_vocabulary
 from opdctl.errors import StageRefused
 from opdctl.settings import Grader
 from opdctl.tasks import Prompt, Task
 
 ANY_LENGTH = 1 << 62  # the judge's own positions are the only limit
 _GROUP = 1 << 12  # completions of a prompt, at most: keys of random numbers are counted out in squares of it
+_FIELD = re.compile(r"\{\w+\}")  # of a template
 
 Judge = Callable[[Sequence[Prompt], Sequence[int]], list[str]]  # prompts, and keys of random numbers -> what it writes
 
@@ -171,6 +173,23 @@ class GenerativeReward:
 # ------------------------------------------------------------------------------------------------- judges
 
 
+def _check_words(settings: Grader, tokenizer: Tokenizer) -> None:
+    """Refuse what a judge of few words can never read or write: all would silently get the lowest score."""
+    words = closed_vocabulary(tokenizer)
+    if words is None:
+        return
+    text = _FIELD.sub("\0", settings.template).replace("{{", "{").replace("}}", "}")
+    unread = [word for word in text.split() if "\0" not in word and word not in words]
+    ends = {verdict: re.compile(rf"(?<![\w.]){re.escape(verdict.split()[-1])}\W*\Z") for verdict in settings.verdicts}
+    unwritten = [verdict for verdict, end in ends.items() if not any(end.search(word) for word in words)]
+    for key, missing in (("template", unread), ("verdicts", unwritten)):
+        if missing:
+            raise StageRefused(
+                f"config.grader.{key}: {missing[0]!r} is not in the vocabulary of the judge",
+                hint="use words that its tokenizer knows, or another judge (config.grader.by)",
+            )
+
+
 def open_grader(
     spec: StageSpec,
     settings: Grader,
@@ -185,6 +204,7 @@ def open_grader(
         policy, tokenizer = open_policy(spec, role(spec, "grader")[0])
         policy.requires_grad_(False)
         actor, renderer = partial(sample, policy), Renderer(tokenizer, policy.eos_ids)
+    _check_words(settings, renderer.tokenizer)
     return GenerativeReward(settings, tasks, _model_judge(spec, settings, actor, renderer))
 
 

@@ -60,6 +60,12 @@ def encode(tokenizer: Tokenizer, text: str) -> list[int]:
     return encode_batch(tokenizer, [text])[0]
 
 
+def closed_vocabulary(tokenizer: Tokenizer) -> set[str] | None:
+    """The words of a word-level tokenizer, besides which a model can write none; None for one that writes any text."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return set(tokenizer.get_vocab()) if backend is not None and isinstance(backend.model, WordLevel) else None
+
+
 def encode_batch(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
     """Token ids of texts, without added special tokens.
 

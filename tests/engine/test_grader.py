@@ -244,12 +244,27 @@ def test_the_actor_judges_greedily_by_its_own_weights_in_calls_of_any_size(tmp_p
     policy, tokenizer = tiny_policy()
     renderer = Renderer(tokenizer, policy.eos_ids)
     spec = spec_of(tmp_path / "rl", "rlvr", {}, [], resources={"micro_batch_tokens": tokens})
-    settings = Grader.model_validate(grader(max_tokens=3))
+    settings = Grader.model_validate(grader(max_tokens=3, verdicts={"w3": 1.0, "w4": 0.0}))
     judge = open_grader(spec, settings, {}, partial(sample, policy), renderer).judge
     asked = [Prompt("w3 w4 w9", None, {}), Prompt("w7", None, {}), Prompt("w5 w3", None, {})]
     options = {"group_size": 1, "max_completion_tokens": 3, "temperature": 1.0, "top_p": 1.0, "top_k": 0}
     drawn = sample(policy, renderer.prompts(asked, 99), **options, seed=5, keys=[7, 8, 9], greedy=True)
     assert judge(asked, [1, 2, 3]) == renderer.texts(drawn.completions)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"verdicts": {"w3": 1.0, "good": 0.0}}, "config.grader.verdicts: 'good' is not in the vocabulary"),
+        ({"template": "{prompt} is {completion}"}, "config.grader.template: 'is' is not in the vocabulary"),
+    ],
+)
+def test_words_that_the_judge_can_never_read_or_write_are_refused(tmp_path, changes, told):
+    policy, tokenizer = tiny_policy()
+    spec = spec_of(tmp_path / "rl", "rlvr", {}, [])
+    settings = Grader.model_validate(grader(**({"verdicts": {"w3": 1.0, "w4": 0.0}} | changes)))
+    with pytest.raises(StageRefused, match=told):
+        open_grader(spec, settings, {}, partial(sample, policy), Renderer(tokenizer, policy.eos_ids))
 
 
 def test_rewards_of_a_judge_that_agrees_with_the_rule_train_as_the_rule_does(tmp_path, start, monkeypatch):
