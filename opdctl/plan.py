@@ -1,7 +1,7 @@
 """What a run would do with each stage, and why. Reads the store, changes nothing in it."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
@@ -13,7 +13,7 @@ from opdctl.formulas import describe_merge, describe_opd, describe_rlvr
 from opdctl.identity import fingerprint, identity
 from opdctl.pipeline import Pipeline, Stage
 from opdctl.references import Addresses
-from opdctl.settings import FileTask, OpdSettings, RlvrSettings, SampleSettings, SftSettings
+from opdctl.settings import AnyStage, FileTask, OpdSettings, RlvrSettings, SampleSettings, SftSettings
 from opdctl.settings.merge import MergeSettings
 from opdctl.store import Parent, Record, RunDir, StageDir
 
@@ -120,8 +120,9 @@ class _Planner:
     def _stage(self, stage: Stage) -> PlannedStage:
         parents = tuple(self._parent(stage, at) for at in range(len(stage.inputs)))
         payload = self._identity(stage)
+        told = formula(stage.settings, [(given.role, given.label, given.weight) for given in stage.inputs])
         draft = PlannedStage(
-            stage, Decision.RUN, "", payload, fingerprint(payload), parents, None, _total_steps(stage), _formula(stage)
+            stage, Decision.RUN, "", payload, fingerprint(payload), parents, None, _total_steps(stage), told
         )
         decision, reason, source = self._decide(draft)
         if stage.name not in self.selected and not (decision is Decision.REUSE and stage.name in self.needed):
@@ -309,12 +310,13 @@ def _total_steps(stage: Stage) -> int:
     return sum(given.role not in ("budget", "grader", "report") for given in stage.inputs)
 
 
-def _formula(stage: Stage) -> str:
-    config = stage.settings.config
-    if isinstance(config, RlvrSettings):
-        return describe_rlvr(config)
-    if isinstance(config, MergeSettings):
-        return describe_merge(config, [given.weight for given in stage.inputs if given.role == "models"])
-    if isinstance(config, OpdSettings):
-        return describe_opd(config, {given.label: given.weight for given in stage.inputs if given.role == "teachers"})
+def formula(settings: AnyStage, inputs: Iterable[tuple[str, str, float]]) -> str:
+    """What a stage of RL or OPD minimises, how a merge computes; else "". `inputs`: role, name, weight."""
+    match config := settings.config:
+        case RlvrSettings():
+            return describe_rlvr(config)
+        case OpdSettings():
+            return describe_opd(config, {name: weight for role, name, weight in inputs if role == "teachers"})
+        case MergeSettings():
+            return describe_merge(config, [weight for role, _, weight in inputs if role == "models"])
     return ""

@@ -7,12 +7,12 @@ from typing import Any
 from opdctl.comparison import Curve, Ledger, curves
 from opdctl.comparison.costs import Spent
 from opdctl.errors import ConfigError
-from opdctl.formulas import describe_merge, describe_opd, describe_rlvr
 from opdctl.gates import broken, describe
 from opdctl.pipeline import KINDS
+from opdctl.plan import formula
 from opdctl.records import SELECTION, Parent, Record, read_json
 from opdctl.references import Addresses, unseeded
-from opdctl.settings import AnyStage, MergeSettings, OpdSettings, RlvrSettings, SftSettings
+from opdctl.settings import AnyStage, SftSettings
 from opdctl.store import RunDir
 from opdctl.validation import validate
 
@@ -137,16 +137,9 @@ def _planned(name: str, inputs: Mapping[str, Any], stages: Mapping[str, Any]) ->
 
 
 def _formula(settings: AnyStage, links: Sequence[Link]) -> str:
-    match config := settings.config:
-        case SftSettings():
-            return SFT
-        case RlvrSettings():
-            return describe_rlvr(config)
-        case OpdSettings():
-            return describe_opd(config, {link.target: link.weight for link in links if link.role == "teachers"})
-        case MergeSettings():
-            return describe_merge(config, [link.weight for link in links if link.role == "models"])
-    return ""
+    if isinstance(settings.config, SftSettings):
+        return SFT
+    return formula(settings, [(link.role, link.target, link.weight) for link in links])
 
 
 def _decisions(run: RunDir, name: str, settings: AnyStage | None, record: Record) -> Iterator[Decision]:

@@ -5,12 +5,11 @@ from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
-from rich.table import Table
 from rich.text import Text
 
 from opdctl.comparison import Block, Comparison, Row, Student, Value
 from opdctl.console import plural
-from opdctl.console.fusion import TITLES, heading
+from opdctl.console.fusion import TITLES, grid, heading
 from opdctl.console.metrics import amount, number
 
 WIDE = 110  # columns from which costs and health are shown in full
@@ -67,14 +66,6 @@ def _block(block: Block, metric: str) -> Iterator[RenderableType]:
         yield ""
 
 
-def _grid(titles: Sequence[str]) -> Table:
-    table = Table.grid(padding=(0, 1))
-    for at in range(len(titles)):
-        table.add_column(justify="right" if at else "left", no_wrap=at > 0, overflow="fold", vertical="bottom")
-    table.add_row(*(Text(title, style="bold") for title in titles))
-    return table
-
-
 class _Means:
     """The contest: a line a student."""
 
@@ -84,7 +75,7 @@ class _Means:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         wide = options.max_width >= WIDE
         titles = ["student", "before", "teacher", "after", *(["- before"] if wide else []), "- teacher"]
-        table = _grid([*titles, *(["- best"] if wide else []), "normalised", "length"])
+        table = grid([*titles, *(["- best"] if wide else []), "normalised", "length"], 1)
         for student in self.students:
             scores = student.scores[self.metric]
             mean = scores.mean
@@ -117,7 +108,9 @@ class _Cells:
             while waiting and (not taken or room >= self._width(titles[waiting[0]], cells[waiting[0]])):
                 room -= self._width(titles[waiting[0]], cells[waiting[0]])
                 taken.append(waiting.pop(0))
-            table = _grid(["cell", *(["before", "teacher"] if self.before else []), *(titles[name] for name in taken)])
+            table = grid(
+                ["cell", *(["before", "teacher"] if self.before else []), *(titles[name] for name in taken)], 1
+            )
             for at, row in enumerate(rows[taken[0]]):
                 first = [_percent(row.before), _percent(row.teacher)] if self.before else []
                 table.add_row(row.cell, *first, *(cells[name][at] for name in taken), style=_style(row))
@@ -140,7 +133,7 @@ class _Costs:
         shown = [name for name in own if name != "gpu_seconds" or self._any(name)]
         in_all = [name for name in ALL_COSTS if name != "all_gpu_seconds" or self._any(name)]
         titles = [*(own[name] for name in shown), *(f"all\n{ALL_COSTS[name]}" for name in in_all)]
-        table = _grid(["student", *titles])
+        table = grid(["student", *titles], 1)
         for student in self.students:
             table.add_row(student.label, *(_plain(student.cost.get(name)) for name in [*shown, *in_all]))
         yield Text.assemble(("cost", "bold"), ("   all: with everything the student was made from; -: not told", "dim"))
@@ -161,7 +154,7 @@ class _Health:
         shown = [heading for heading, names in HEALTH.items() if known & set(names)]
         if options.max_width < WIDE:
             shown = [heading for heading in shown if heading != "accuracy"]
-        table = _grid(["student", *shown])
+        table = grid(["student", *shown], 1)
         for student in self.students:
             if student.health:
                 table.add_row(student.label, *(self._change(student, HEALTH[heading]) for heading in shown))
@@ -200,14 +193,15 @@ def _percent(value: Value | None) -> str:
 
 def _signed(value: Value | None) -> str:
     """With the wider side of its interval."""
-    return "-" if value is None else f"{value.value * 100:+z.1f}{_side(value, 100, 1)}"
+    return "-" if value is None else f"{value.value * 100:+z.1f}{side(value, 100, 1)}"
 
 
 def _ratio(value: Value | None) -> str:
-    return "-" if value is None else f"{value.value:z.2f}{_side(value, 1, 2)}"
+    return "-" if value is None else f"{value.value:z.2f}{side(value, 1, 2)}"
 
 
-def _side(value: Value, scale: float, digits: int) -> str:
+def side(value: Value, scale: float, digits: int) -> str:
+    """`±2.1`: the wider side of its interval, or nothing."""
     if value.low is None or value.high is None:
         return ""
     return f"±{max(value.high - value.value, value.value - value.low) * scale:.{digits}f}"

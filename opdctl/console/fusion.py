@@ -29,9 +29,7 @@ class FusionTable:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         first = self.tables[0]
         wide = options.max_width >= WIDE
-        table = _grid(
-            ["cell", "before", "teacher", *(heading(part["model"]) for part in self.tables)], 2 if wide else 1
-        )
+        table = grid(["cell", "before", "teacher", *(heading(part["model"]) for part in self.tables)], 2 if wide else 1)
         for rows in zip(*([*part["rows"], part["mean"]] for part in self.tables), strict=True):
             cells = [_percent(rows[0]["before"]["value"]), _percent(rows[0]["teacher"]["value"])]
             style = "bold" if rows[0] is first["mean"] else ""
@@ -45,7 +43,7 @@ class FusionTable:
         yield table
 
 
-def _grid(titles: Sequence[str], gap: int = 2) -> Table:
+def grid(titles: Sequence[str], gap: int = 2) -> Table:
     table = Table.grid(padding=(0, gap))
     for at in range(len(titles)):
         table.add_column(justify="right" if at else "left", no_wrap=at > 0, overflow="fold", vertical="bottom")
@@ -89,7 +87,7 @@ def report_view(stage: str, report: Report) -> RenderableType:
 
 def _models_table(models: Mapping[str, Mapping[str, Report]]) -> RenderableType:
     """Plain means over the cells."""
-    table = _grid(["model", "accuracy", "within", "length", "truncated"])
+    table = grid(["model", "accuracy", "within", "length", "truncated"])
     for label, cells in models.items():
         table.add_row(label, *_means(list(cells.values())))
     return table
@@ -116,7 +114,7 @@ def _lengths_table(report: Report, fusion: Sequence[Report]) -> RenderableType:
     levels: dict[str, list[str]] = {}  # cells are TASK.EFFORT, or TASK alone
     for cell in report["cells"]:
         levels.setdefault(cell.rpartition(".")[2] if "." in cell else "all", []).append(cell)
-    table = _grid(["effort", "before", "teacher", *map(heading, after)])
+    table = grid(["effort", "before", "teacher", *map(heading, after)])
     for level, cells in levels.items():
         columns = [[models[before][cell] for cell in cells], [models[teacher[cell]][cell] for cell in cells]]
         columns += [[models[model][cell] for cell in cells] for model in after]

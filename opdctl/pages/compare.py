@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from opdctl.comparison import COSTS, HEALTH, Block, Comparison, Row, Student, Value
 from opdctl.console import plural
+from opdctl.console.compare import side
 from opdctl.console.fusion import TITLES
 from opdctl.console.metrics import amount
 from opdctl.pages.charts import Point, curves, dots, scatter, smoothed
@@ -84,7 +85,7 @@ def _mean_line(student: Student, metric: str) -> list[str | Cell]:
     mean = scores.mean
     levels = [_percent(value) for value in (mean.before, mean.teacher, mean.best, mean.after)]
     gaps = [_gap(value) for value in (mean.gain, mean.delta, mean.delta_best)]
-    length = Cell(f"{student.length.value:.2f}", _side(student.length, 1, 2))
+    length = Cell(f"{student.length.value:.2f}", side(student.length, 1, 2))
     return [student.label, *levels, *gaps, _ratio(scores.normalised, 3), _ratio(mean.recovery), length]
 
 
@@ -158,14 +159,14 @@ def _percent(value: Value | None, title: str = "") -> Cell:
 def _gap(value: Value | None) -> Cell:
     if value is None:
         return Cell("-")
-    return Cell(f"{value.value * 100:+z.1f}", _side(value, 100, 1), _verdict(value))
+    return Cell(f"{value.value * 100:+z.1f}", side(value, 100, 1), _verdict(value))
 
 
 def _after(row: Row) -> Cell:
     gap = row.delta or row.gain
     if gap is None:
         return _percent(row.after)
-    note = f"{gap.value * 100:+z.1f} {_side(gap, 100, 1)}"
+    note = f"{gap.value * 100:+z.1f} {side(gap, 100, 1)}"
     return Cell(f"{row.after.value * 100:.1f}", note, _verdict(gap))
 
 
@@ -174,17 +175,11 @@ def _verdict(value: Value) -> str:
 
 
 def _ratio(value: Value | None, digits: int = 2) -> Cell:
-    return Cell("-") if value is None else Cell(f"{value.value:z.{digits}f}", _side(value, 1, digits), title=_of(value))
+    return Cell("-") if value is None else Cell(f"{value.value:z.{digits}f}", side(value, 1, digits), title=_of(value))
 
 
 def _amount(value: Value | None) -> Cell:
     return Cell("-") if value is None else Cell(amount(value.value), title=_of(value))
-
-
-def _side(value: Value, scale: float, digits: int) -> str:
-    if value.low is None or value.high is None:
-        return ""
-    return f"±{max(value.high - value.value, value.value - value.low) * scale:.{digits}f}"
 
 
 def _of(value: Value) -> str:
