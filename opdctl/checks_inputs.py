@@ -179,7 +179,9 @@ def _sampled(wanted: Mixture, given: Sequence[Mixture]) -> Iterator[Problem]:
 def check_route_columns(settings: OpdStage | AnyStage, pipeline: PipelineSettings) -> Iterator[Problem]:
     """Does every row have the columns that choose its teacher?"""
     assert isinstance(settings, OpdStage)
-    for column in settings.config.route_by:
+    for column in dict.fromkeys(settings.config.route_by):
+        if settings.config.route_by.count(column) > 1:
+            yield "config.route_by", f"'{column}' is there twice; name it once"
         known = [*STATIC_COLUMNS, *_file_columns(settings, pipeline)]
         if column not in known:
             yield "config.route_by", f"rows have no column '{column}'" + near_miss(column, known, "columns")

@@ -159,6 +159,9 @@ def _opd(config: OpdSettings) -> Iterator[Problem]:
             f"{shown} has no ratio to the policy that sampled, and there are {updates} optimizer steps per rollout "
             "batch: make train.global_batch_size equal to rollout.prompts x rollout.group_size",
         )
+    steps = config.extrapolation.steps if config.extrapolation else []
+    if twice := next((step for step in steps if steps.count(step) > 1), None):
+        yield "config.extrapolation.steps", f"{twice} is there twice; name it once"
     if config.extrapolation and (late := max(config.extrapolation.steps)) > config.train.max_steps:
         yield (
             "config.extrapolation.steps",

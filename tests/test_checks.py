@@ -4,7 +4,8 @@ import pytest
 from recipes import ABSENT, recipe, tree
 
 from opdctl.errors import ConfigError
-from opdctl.pipeline import InstanceOverride, expand
+from opdctl.pipeline import expand
+from opdctl.templates import InstanceOverride
 
 
 def problems(changes=None, overrides=()):
@@ -224,6 +225,11 @@ BAD = [
         {"stages.fuse.config.route_by": ["effort"]},
         "stages.fuse.inputs.teachers",
         "'max[domain=math]' and 'max[domain=code]' are both for effort=max",
+    ),
+    (
+        {"stages.fuse.config.route_by": ["domain", "domain"]},
+        "stages.fuse.config.route_by",
+        "'domain' is there twice; name it once",
     ),
     (
         {"stages.fuse.config.route_by": ["domian"]},

@@ -103,6 +103,11 @@ BAD = [
         "would not be read: config.loss.form is full_vocab",
     ),
     (
+        {f"{F}.extrapolation": {"steps": [1, 1], "scales": [2.0], "prompts": 8}},
+        f"{F}.extrapolation.steps",
+        "1 is there twice; name it once",
+    ),
+    (
         {f"{F}.extrapolation": {"steps": [1, 64], "scales": [2.0], "prompts": 8}},
         f"{F}.extrapolation.steps",
         "64 is never reached: train.max_steps is",
