@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opdctl.errors import ConfigError
-from opdctl.pipeline import InstanceOverride, Late, Pipeline, expand, marker
+from opdctl.pipeline import Pipeline, expand
 from opdctl.references import near_miss
 from opdctl.settings import FileTask
+from opdctl.templates import InstanceOverride, Late, marker
 from opdctl.validation import BROKEN
 
 if TYPE_CHECKING:

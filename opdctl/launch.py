@@ -9,8 +9,8 @@ from typing import Any, cast
 from opdctl.backends import BACKENDS, embedded
 from opdctl.backends.contract import InputSpec, StageSpec
 from opdctl.errors import StageRefused
-from opdctl.pipeline import Input
 from opdctl.plan import Plan, PlannedStage
+from opdctl.references import Input
 from opdctl.settings import AnyTask, NewModel
 from opdctl.store import Attempt, Parent
 

@@ -1,9 +1,8 @@
 """The declared pipeline: from a plain tree to stage instances that are checked and in order."""
 
-import copy
 import heapq
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -25,18 +24,14 @@ from opdctl.references import (
     check_foreach,
     fan_out,
     near_miss,
-    select,
 )
 from opdctl.settings import NAME_PATTERN, AnyStage, Foreach, PipelineSettings
-from opdctl.validation import BROKEN, REQUIRED, validate
-
-__all__ = ["Input", "InstanceOverride", "Pipeline", "Stage", "expand", "marker", "select"]
+from opdctl.templates import InstanceOverride, apply, fill
+from opdctl.validation import REQUIRED, validate
 
 KINDS: Mapping[str, type[AnyStage]] = {
     get_args(kind.model_fields["kind"].annotation)[0]: kind for kind in get_args(AnyStage)
 }
-Late = Callable[[Mapping[str, Any]], Any]  # a value that has to be looked up for each instance; raises ConfigError
-_MARKER = re.compile(r"\x00each\.([^\x00]+)\x00")
 
 
 @dataclass(frozen=True)
@@ -62,17 +57,6 @@ class Pipeline:
     resolved: Mapping[str, Any]  # the whole of it as plain data, stages by instance
     source: str  # where it was read
     folder: Path  # the workspace: relative paths in it start here
-
-
-@dataclass(frozen=True)
-class InstanceOverride:
-    """`stages.max[domain=general].config.train.lr=1e-3`"""
-
-    text: str
-    selector: str
-    path: tuple[str, ...]
-    value: Any
-    delete: bool = False
 
 
 @dataclass
@@ -115,11 +99,6 @@ class _Problems:
             texts += [f"stages.{owner}{line}" for owner in owners] if base else [line]
         if texts:
             raise ConfigError(texts)
-
-
-def marker(axis: str) -> str:
-    """Stands for `${each.AXIS}` in a tree given to `expand`."""
-    return f"\0each.{axis}\0"
 
 
 def expand(
@@ -177,7 +156,7 @@ def _instances(stages: Any, settings: PipelineSettings | None, found: _Problems)
             for each in _combinations(base, template.get("foreach"), settings, found):
                 draft = _Draft(address(base, each), base, each, None)
                 defects: list[Problem] = []
-                draft.tree = _fill(body, each, "", defects)
+                draft.tree = fill(body, each, "", defects)
                 found.add_all(draft, defects)
                 yield draft
 
@@ -195,28 +174,6 @@ def _combinations(base: str, foreach: Any, settings: PipelineSettings | None, fo
         found.add(f"stages.{base}.{key}: {text}")
         found.unknown.add(base)
     return fan_out(axes) if axes is not None and not defects else []
-
-
-def _fill(node: Any, each: Mapping[str, Any], key: str, defects: list[Problem]) -> Any:
-    """A copy of the template with the instance's values in the place of markers."""
-    if isinstance(node, str):
-        if "\0" not in node:
-            return node
-        whole = _MARKER.fullmatch(node)
-        return each[whole[1]] if whole else _MARKER.sub(lambda found: str(each[found[1]]), node)
-    if isinstance(node, dict):
-        return {
-            name: _fill(value, each, f"{key}.{name}" if key else str(name), defects) for name, value in node.items()
-        }
-    if isinstance(node, list):
-        return [_fill(value, each, f"{key}.{at}", defects) for at, value in enumerate(node)]
-    if callable(node):
-        try:
-            return _fill(node(each), each, key, defects)
-        except ConfigError as error:
-            defects.append((key, str(error)))
-            return BROKEN
-    return node
 
 
 def _override(
@@ -239,27 +196,10 @@ def _override(
             continue
         for name in names:
             defects: list[Problem] = []
-            value = _fill(override.value, by_name[name].each, ".".join(override.path), defects)
+            value = fill(override.value, by_name[name].each, ".".join(override.path), defects)
             found.add_all(by_name[name], defects)
-            if text := _set(by_name[name].tree, override, value):
+            if text := apply(override, by_name[name].tree, value):
                 found.add(f"override {override.text}: {text}")
-
-
-def _set(tree: Any, override: InstanceOverride, value: Any) -> str:
-    *folders, last = override.path
-    for at, part in enumerate(folders):
-        tree = tree.get(part) if override.delete else tree.setdefault(part, {})
-        if not isinstance(tree, dict):
-            return f"{'.'.join(override.path[: at + 1])} holds no keys"
-    if override.delete and last not in tree:
-        return f"there is no key '{'.'.join(override.path)}' to remove"
-    if override.delete:
-        del tree[last]
-    elif isinstance(tree.get(last), dict) and isinstance(value, dict):
-        tree[last] = tree[last] | copy.deepcopy(value)
-    else:
-        tree[last] = copy.deepcopy(value)
-    return ""
 
 
 def _validated(draft: _Draft, found: _Problems) -> AnyStage | None:

@@ -3,7 +3,8 @@
 import json
 from typing import Any
 
-from opdctl.pipeline import Pipeline, expand, marker
+from opdctl.pipeline import Pipeline, expand
+from opdctl.templates import marker
 
 TRAIN = {"max_steps": 4, "global_batch_size": 8, "save_every": 2, "optimizer": {"lr": 1e-3, "schedule": "constant"}}
 ROLLOUT = {"prompts": 4, "group_size": 4, "max_prompt_tokens": 16, "max_completion_tokens": 11}

@@ -4,7 +4,8 @@ import pytest
 from recipes import recipe, tree
 
 from opdctl.errors import ConfigError
-from opdctl.pipeline import expand, marker
+from opdctl.pipeline import expand
+from opdctl.templates import marker
 
 RUBRIC = {
     "tasks": ["${each.domain}"],

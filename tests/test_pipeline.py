@@ -5,8 +5,10 @@ import pytest
 from recipes import ABSENT, recipe, tree
 
 from opdctl.errors import ConfigError
-from opdctl.pipeline import InstanceOverride, expand, marker, select
+from opdctl.pipeline import expand
+from opdctl.references import select
 from opdctl.settings import PolicyGradientOpd
+from opdctl.templates import InstanceOverride, marker
 
 SPECIALISTS = ["max[domain=math]", "max[domain=code]"]
 

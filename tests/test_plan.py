@@ -4,10 +4,10 @@ import pytest
 from recipes import recipe
 
 from opdctl.errors import ConfigError
-from opdctl.pipeline import InstanceOverride
 from opdctl.plan import Decision, PlannedStage, make_plan
 from opdctl.settings import FileTask
 from opdctl.store import Record, Workspace, write_json
+from opdctl.templates import InstanceOverride
 
 CHAIN = ["sft", "max[domain=math]", "max[domain=code]", "fuse", "eval"]
 LR = "stages.max.config.train.optimizer.lr"

@@ -4,8 +4,8 @@ import pytest
 from recipes import recipe
 
 from opdctl.errors import ConfigError
-from opdctl.pipeline import marker
 from opdctl.references import add_axis, unseeded, without_seeds
+from opdctl.templates import marker
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ from rich.console import Console
 from opdctl.config import load_pipeline
 from opdctl.console.plan import plan_view
 from opdctl.errors import ConfigError
-from opdctl.pipeline import InstanceOverride
 from opdctl.plan import make_plan
 from opdctl.references import select
 from opdctl.store import Workspace
+from opdctl.templates import InstanceOverride
 
 ROOT = Path(__file__).resolve().parent.parent
 
