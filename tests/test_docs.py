@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -137,6 +138,13 @@ def test_links_between_documents_lead_to_files(document):
     links = re.findall(r"\]\((?!https?://)([^)#]+)", document.read_text())
 
     assert [link for link in links if not (document.parent / link).exists()] == []
+
+
+def test_layers_of_the_contributing_guide_are_those_that_are_enforced():
+    enforced = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]["layers"]
+    told = "".join(f"    {layer.replace(' :', ',')}\n" for layer in enforced)
+
+    assert f"\n\n{told}\n" in (ROOT / "CONTRIBUTING.md").read_text()
 
 
 def test_layout_of_the_readme_names_every_module_and_nothing_else():
