@@ -12,7 +12,7 @@ from opdctl.store import Workspace
 from scripts.recipes import __main__ as command
 from scripts.recipes import page
 from scripts.recipes.claim import Claim, above, kept
-from scripts.recipes.results import Report, Results
+from scripts.recipes.results import Report, Results, first_step
 
 ALL = command.recipes()
 
@@ -87,6 +87,11 @@ def test_scores_are_plain_means_over_the_cells_asked_for():
         "a": {"low": 0.5, "max": 0.6},
         "b": {"low": 0.7, "max": 0.8},
     }
+
+
+@pytest.mark.parametrize(("bound", "step"), [(0.5, 30), (0.4, 20), (0.9, None)])
+def test_a_level_is_reached_where_the_mean_of_a_whole_window_is_as_high(bound, step):
+    assert first_step([(10, 0.2), (20, 0.6), (30, 0.4), (40, 0.8)], bound, 2) == step
 
 
 def test_a_model_that_was_not_examined_is_named_with_those_that_were():

@@ -40,6 +40,10 @@ def kept(difference: Estimate) -> bool | None:
     return above(difference, -MARGIN)
 
 
+def opposite(verdict: bool | None) -> bool | None:
+    return None if verdict is None else not verdict
+
+
 def percent(estimate: Estimate | float) -> str:
     """`81.3 %`"""
     return f"{100 * (estimate.value if isinstance(estimate, Estimate) else estimate):.1f} %"

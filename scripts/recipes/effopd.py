@@ -2,13 +2,11 @@
 
 import math
 from collections.abc import Mapping
-from itertools import accumulate
-from statistics import fmean
 from typing import Any
 
 from opdctl.engine.weights import read_weights
 from scripts.recipes.claim import Claim, Table, kept, percent, points
-from scripts.recipes.results import Results
+from scripts.recipes.results import Results, first_step
 
 PACES = ("fast", "slow")
 WINDOW = 5  # batches that a student's training accuracy is averaged over
@@ -80,15 +78,12 @@ def _reached(run: Results, way: str, pace: str) -> tuple[int, float] | None:
     batches, first is at the bar; None: never."""
     model = f"{way}[pace={pace}]"
     bar = REACHED * run.report().score(f"plain[pace={pace}]").value
-    curve = run.curve(model, "accuracy")
-    held_out = dict(run.curve(model, "extrapolation_prompts")) if way == "effopd" else {}
-    spent = list(accumulate(held_out.get(step, 0.0) for step, _ in curve))
+    step = first_step(run.curve(model, "accuracy"), bar, WINDOW)
+    if step is None:
+        return None
+    held_out = run.curve(model, "extrapolation_prompts") if way == "effopd" else []
     batch = run.settings["stages"][model]["config"]["rollout"]["prompts"]
-    for end in range(WINDOW, len(curve) + 1):
-        if fmean(value for _, value in curve[end - WINDOW : end]) >= bar:
-            step = curve[end - 1][0]
-            return step, step * batch + spent[end - 1]
-    return None
+    return step, step * batch + sum(prompts for at, prompts in held_out if at <= step)
 
 
 def _early(run: Results) -> Claim:

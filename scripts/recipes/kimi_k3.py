@@ -1,6 +1,6 @@
 """Kimi K3: nine specialists by domain and effort, one student."""
 
-from scripts.recipes.claim import Claim, above, kept, percent, points
+from scripts.recipes.claim import Claim, above, kept, opposite, percent, points
 from scripts.recipes.results import Results
 
 EFFORTS = ("low", "high", "max")
@@ -43,15 +43,9 @@ def claims(run: Results) -> list[Claim]:
         Claim(
             "A top-k loss brings no clear gain over the sampled token.",
             "normalised scores: " + ", ".join(f"{name} {score:.3f}" for name, score in forms.items()),
-            _no_gain(run, "mopd[loss=topk]"),
+            opposite(above(report.gain("mopd[loss=topk]", CHOSEN))),
         ),
     ]
-
-
-def _no_gain(run: Results, other: str) -> bool | None:
-    """Not decided where the interval goes beyond the margin on both sides."""
-    gain = above(run.report().gain(other, CHOSEN))
-    return None if gain is None else not gain
 
 
 def _domains(cells: list[str]) -> list[str]:

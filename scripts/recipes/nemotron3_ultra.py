@@ -11,6 +11,7 @@ def claims(run: Results) -> list[Claim]:
     gain, again = report.gain(SECOND, "rlvr"), report.gain(SECOND, FIRST)
     warm = report.gain(SECOND, COLD)
     recovered = {cell: _recovery(report, cell, SECOND) for cell in report.cells}
+    known = [share for share in recovered.values() if share is not None]
     return [
         Claim(
             "Distillation lifts the RLVR checkpoint on most benchmarks: SWE-bench Verified 65.8 -> 71.7, tau2 telecom "
@@ -20,8 +21,8 @@ def claims(run: Results) -> list[Claim]:
         ),
         Claim(
             "Recovery differs by benchmark, from 17 % (HLE) over 88 % (SWE-bench Verified) to more than all (173 %).",
-            "; ".join(f"{cell} {percent(share)}" for cell, share in recovered.items()),
-            min(recovered.values()) > 0,
+            "; ".join(f"{cell} {_shown(share)}" for cell, share in recovered.items()),
+            min(known) > 0 if known else None,
         ),
         Claim(
             "The second round adds on most benchmarks, and takes on some (LiveCodeBench 90.0 -> 89.0).",
@@ -45,7 +46,7 @@ def table(run: Results) -> Table:
     for cell in report.cells:
         teacher = f"teacher[domain={cell.partition('.')[0]}]"
         scores = [percent(report.score(model, [cell])) for model in (*models, teacher)]
-        rows.append([cell, *scores, percent(_recovery(report, cell, SECOND))])
+        rows.append([cell, *scores, _shown(_recovery(report, cell, SECOND))])
     return Table("Accuracy and recovery", ["cell", "SFT", "RLVR", "round 1", "round 2", "teacher", "recovery"], rows)
 
 
@@ -53,8 +54,12 @@ def _first(run: Results, stage: str) -> float:
     return run.curve(stage, "reverse_kl")[0][1]
 
 
-def _recovery(report: Report, cell: str, student: str) -> float:
-    """(student - RLVR) / (teacher - RLVR) in one cell, as the report has it."""
+def _shown(share: float | None) -> str:
+    return "not defined" if share is None else percent(share)
+
+
+def _recovery(report: Report, cell: str, student: str) -> float | None:
+    """(student - RLVR) / (teacher - RLVR) in one cell, as the report has it; None where the teacher gained nothing."""
     teacher = report.score(f"teacher[domain={cell.partition('.')[0]}]", [cell]).value
     before, after = report.score("rlvr", [cell]).value, report.score(student, [cell]).value
-    return (after - before) / (teacher - before) if teacher != before else 0.0
+    return (after - before) / (teacher - before) if teacher != before else None

@@ -145,6 +145,15 @@ class Results:
         return self._run.stage(stage)
 
 
+def first_step(curve: Sequence[tuple[int, float]], bound: float, window: int) -> int | None:
+    """The first step at which the mean of the last `window` values is as high as `bound`."""
+    means = (
+        (curve[end - 1][0], fmean(value for _, value in curve[end - window : end]))
+        for end in range(window, len(curve) + 1)
+    )
+    return next((step for step, mean in means if mean >= bound), None)
+
+
 def _seconds(record: Record) -> float:
     # stages of verl and vLLM work in processes of their own, and merges take next to nothing: time on the clock
     return record.metrics.get("cpu_seconds", record.seconds)

@@ -3,7 +3,7 @@
 from statistics import fmean
 
 from opdctl.engine.scores import Estimate
-from scripts.recipes.claim import MARGIN, Claim, Table, above, percent, points
+from scripts.recipes.claim import MARGIN, Claim, Table, above, opposite, percent, points
 from scripts.recipes.results import Results
 
 ASKED, OTHER = "general.max", "general.high"  # prompts as in the compatible teacher's RL, and others
@@ -73,7 +73,7 @@ def _conditions(run: Results) -> list[Claim]:
             f"at high effort, which its RL left out, it has {percent(report.score('near', [OTHER]))}; the student has "
             f"{percent(report.score('sft', [OTHER]))} before and {points(nothing_new)} after, with an overlap of "
             f"{percent(_ends(run, 'prompted[prompts=high]', 'overlap')[1])} (something: {100 * MARGIN:g} points)",
-            _not(above(nothing_new, MARGIN)),
+            opposite(above(nothing_new, MARGIN)),
         ),
     ]
 
@@ -144,7 +144,3 @@ def _arrow(ends: tuple[float, float]) -> str:
 def _both(run: Results, model: str) -> str:
     scores: list[Estimate] = [run.report().score(model, [cell]) for cell in (ASKED, OTHER)]
     return " and ".join(percent(score) for score in scores)
-
-
-def _not(verdict: bool | None) -> bool | None:
-    return None if verdict is None else not verdict

@@ -1,10 +1,7 @@
 """Thinking Machines: knowledge gained and obedience lost in mid-training, and what self-distillation brings back."""
 
-from collections.abc import Sequence
-from statistics import fmean
-
-from scripts.recipes.claim import Claim, Table, above, kept, percent, points
-from scripts.recipes.results import Report, Results
+from scripts.recipes.claim import Claim, Table, above, kept, opposite, percent, points
+from scripts.recipes.results import Report, Results, first_step
 
 MODELS = {"sft": "before", "documents": "documents alone", "mixed": "70 % documents"}
 INSTRUCTIONS = "general_agents"  # whose chains stand for IF-eval
@@ -21,12 +18,12 @@ def claims(run: Results) -> list[Claim]:
         Claim(
             "Mid-training on documents with 30 % of chat data teaches them (18 to 36) and costs obedience (85 to 79).",
             f"facts {points(learned)}, instructions {points(lost)}",
-            _both(above(learned), _opposite(above(lost))),
+            _both(above(learned), opposite(above(lost))),
         ),
         Claim(
             "Documents alone teach more (43) and cost far more (45).",
             f"facts {points(more)}, instructions {points(worse)} against the mixture",
-            _both(above(more), _opposite(above(worse))),
+            _both(above(more), opposite(above(worse))),
         ),
         *_restored(run, facts, told),
         _steps(run),
@@ -73,7 +70,7 @@ def _restored(run: Results, facts: list[str], told: list[str]) -> list[Claim]:
 def _steps(run: Results) -> Claim:
     report = run.report("eval_rl")
     bound = REACHED * report.score("rl").value
-    steps = {stage: _first(run.curve(stage, "accuracy"), bound) for stage in ("rl", "distilled")}
+    steps = {stage: first_step(run.curve(stage, "accuracy"), bound, WINDOW) for stage in ("rl", "distilled")}
     told = []
     for stage, step in steps.items():
         batch = run.settings["stages"][stage]["config"]["train"]["global_batch_size"]
@@ -85,18 +82,6 @@ def _steps(run: Results) -> Claim:
         f"both start at {percent(report.score('sft'))} and end at {percent(report.score('rl'))} and "
         f"{percent(report.score('distilled'))}",
         None if by_rl is None else by_opd is not None and by_opd < by_rl,
-    )
-
-
-def _first(curve: Sequence[tuple[int, float]], bound: float) -> int | None:
-    """The step at which the mean of the last batches is as high."""
-    return next(
-        (
-            step
-            for at, (step, _) in enumerate(curve)
-            if at + 1 >= WINDOW and fmean(value for _, value in curve[at + 1 - WINDOW : at + 1]) >= bound
-        ),
-        None,
     )
 
 
@@ -112,10 +97,6 @@ def _one_prompt(run: Results) -> Claim:
         f"{counts[1]} prompts a task {percent(report.score(few))}",
         kept(behind),
     )
-
-
-def _opposite(verdict: bool | None) -> bool | None:
-    return None if verdict is None else not verdict
 
 
 def _both(one: bool | None, other: bool | None) -> bool | None:
