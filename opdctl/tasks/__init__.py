@@ -51,8 +51,10 @@ def first_group(task: str) -> int:
     return (zlib.crc32(task.encode()) & 0x7FFFFFFF) << 32
 
 
-def in_effort(row: int, efforts: Sequence[str]) -> tuple[int, str]:
+def in_effort(row: int, efforts: Sequence[str]) -> tuple[int, str | None]:
     """Which row of which effort's own stream comes `row`-th, where the efforts (with repeats) take turns."""
+    if not efforts:
+        return row, None
     turn, slot = divmod(row, len(efforts))
     return turn * efforts.count(efforts[slot]) + efforts[:slot].count(efforts[slot]), efforts[slot]
 

@@ -51,8 +51,7 @@ class Facts:
         return prompts
 
     def demonstrations(self, seed: int, start: int, count: int, efforts: Sequence[str] = ()) -> list[Demonstration]:
-        rows = range(start, start + count)
-        places: list[tuple[int, str | None]] = [in_effort(i, efforts) if efforts else (i, None) for i in rows]
+        places = (in_effort(i, efforts) for i in range(start, start + count))
         shown = [self.prompts("train", seed, at, 1, effort)[0] for at, effort in places]
         return [Demonstration(prompt, prompt.answer) for prompt in shown]
 

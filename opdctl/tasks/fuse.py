@@ -38,8 +38,7 @@ class FuseStream:
         return [self._row(split, seed, i, effort).prompt for i in range(start, start + count)]
 
     def demonstrations(self, seed: int, start: int, count: int, efforts: Sequence[str] = ()) -> list[Demonstration]:
-        rows = range(start, start + count)
-        places: list[tuple[int, str | None]] = [in_effort(i, efforts) if efforts else (i, None) for i in rows]
+        places = (in_effort(i, efforts) for i in range(start, start + count))
         return [self._row("train", seed, at, effort) for at, effort in places]
 
     def verify(self, prompt: Prompt, completion: str) -> Verdict:

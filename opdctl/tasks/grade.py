@@ -47,8 +47,7 @@ class GradeStream:
 
     def demonstrations(self, seed: int, start: int, count: int, efforts: Sequence[str] = ()) -> list[Demonstration]:
         """Rows of the training split with the right verdict."""
-        rows = range(start, start + count)
-        places: list[tuple[int, str | None]] = [in_effort(i, efforts) if efforts else (i, None) for i in rows]
+        places = (in_effort(i, efforts) for i in range(start, start + count))
         shown = [self.prompts("train", seed, at, 1, effort)[0] for at, effort in places]
         return [Demonstration(prompt, self.reference(prompt)) for prompt in shown]
 

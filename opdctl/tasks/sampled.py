@@ -50,18 +50,15 @@ class SampledTask:
         return [self._demonstration(seed, i, efforts) for i in range(start, start + count)]
 
     def _demonstration(self, seed: int, at: int, efforts: Sequence[str]) -> Demonstration:
-        if efforts:
-            at, effort = in_effort(at, efforts)
-            pool: Sequence[Sampled] = self._by_effort.get(effort, [])
-        else:
-            effort, pool = "", self._rows
+        at, effort = in_effort(at, efforts)
+        pool = self._rows if effort is None else self._by_effort.get(effort, [])
         if not pool:
             what = f"task {self._name}" + (f" at effort {effort}" if effort else "")
             raise StageRefused(
                 f"the sampled data has no row for {what}", hint="sample it too, or leave it out of config.data"
             )
         epoch, place = divmod(at, len(pool))
-        row = pool[self._order(seed, effort, epoch, len(pool))[place]]
+        row = pool[self._order(seed, effort or "", epoch, len(pool))[place]]
         prompt = Prompt(row.prompt, None, row.columns, row.messages, self._groups[row.effort, row.row])
         return Demonstration(prompt, row.completion)
 

@@ -22,12 +22,10 @@ import numpy as np  # noqa: TID253 (this module is imported by `load_task` alone
 
 from opdctl.errors import ConfigError
 from opdctl.settings import EffortSettings, UndoTask
-from opdctl.tasks import Demonstration, Prompt, Split, Verdict, first_group, is_held_out
-from opdctl.tasks.chain import DOMAINS, SMALLEST_SHARE
+from opdctl.tasks import Demonstration, Prompt, Split, Verdict, effort_wording, first_group, is_held_out, turns
+from opdctl.tasks.chain import BLOCK, DOMAINS, SMALLEST_SHARE, STREAMS
 
 UNDO, FILL = "<undo>", "."
-BLOCK = 256  # problems drawn at once: row i lies in block i // BLOCK
-STREAMS = {"train": 0, "eval": 1, "demonstrations": 2}
 
 
 class Problem(NamedTuple):
@@ -60,17 +58,12 @@ class UndoStream:
         return [self._prompt(self._problem_block(split, seed, i // BLOCK)[i % BLOCK], effort, i) for i in rows]
 
     def _prompt(self, problem: Problem, effort: str | None, group: int) -> Prompt:
-        if effort is not None and (self.efforts is None or effort not in self.efforts.levels):
-            raise ConfigError(f"tasks.{self.name}: effort {effort!r} is asked for, and `efforts.levels` has none")
-        asked = self.efforts.levels[effort] if self.efforts and effort is not None else ""
-        by_system_prompt = self.efforts is not None and self.efforts.by == "system_prompt"
+        asked = effort_wording(self.name, self.efforts, effort)
         fill = [FILL] * (max(self.settings.links) - len(problem.ops))
-        token = [asked] if asked and not by_system_prompt else []
+        token = [asked] if asked and self.efforts and self.efforts.by == "control_token" else []
         text = " ".join([f"<{self.settings.domain}>", *problem.ops, *fill, *token, problem.first, *problem.planted])
-        system = [{"role": "system", "content": asked}] if asked else []
-        messages = [*system, {"role": "user", "content": text}] if by_system_prompt else []
         columns = {"domain": self.name} if effort is None else {"domain": self.name, "effort": effort}
-        return Prompt(text, problem, columns, messages, self._groups + group)
+        return Prompt(text, problem, columns, turns(self.efforts, asked, text), self._groups + group)
 
     def _draw_problems(self, split: Split, seed: int, block: int) -> list[Problem]:
         rng = self._rng(split, seed, block)
