@@ -69,9 +69,13 @@ class Mixer:
     def rows(self, start: int, count: int) -> list[Row]:
         rows: list[Row] = []
         for cell in range(len(self.cells)):
-            first, last = (self._cell_deal.before(cell, at) for at in (start, start + count))
-            rows += self.cell_rows(cell, first, last - first)
+            dealt = self.dealt(cell, start, count)
+            rows += self.cell_rows(cell, dealt.start, len(dealt))
         return rows
+
+    def dealt(self, cell: int, start: int, count: int) -> range:
+        """Of rows start .. start+count-1 those that the cell gets, by their numbers in its own stream."""
+        return range(self._cell_deal.before(cell, start), self._cell_deal.before(cell, start + count))
 
     def cell_rows(self, cell: int, first: int, count: int, effort: str | None = None) -> list[Row]:
         """`count` rows of one cell's stream; with `effort` the same problems asked at another effort."""

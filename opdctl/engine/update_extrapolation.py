@@ -79,7 +79,7 @@ def held_out_accuracy(settings: OpdSettings, trainer: Trainer, prompts: int) -> 
     tasks = open_tasks(spec)
     mixer = Mixer(tasks, settings.data, "eval", stream_seed(spec.seed, "extrapolation"))
     for cell, (task, _) in enumerate(mixer.cells):
-        size, wanted = tasks[task].size("eval"), (prompts + cell) // len(mixer.cells)
+        size, wanted = tasks[task].size("eval"), len(mixer.dealt(cell, 0, prompts))
         if size is not None and size < wanted:
             raise StageRefused(
                 f"task {task} has {size} held-out rows and config.extrapolation.prompts asks for {wanted} of them",

@@ -1,5 +1,6 @@
 """Extrapolated updates: which candidates are tried and kept, from where; a killed stage finds its base again."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from opdctl.engine.batch import Sequence, collate
 from opdctl.engine.loop import Trainer, open_policy
 from opdctl.engine.update_extrapolation import Extrapolation, held_out_accuracy
 from opdctl.engine.vocab import token_logprobs
-from opdctl.settings import OpdSettings, Train, UpdateExtrapolation
+from opdctl.errors import StageRefused
+from opdctl.settings import Mixture, OpdSettings, Train, UpdateExtrapolation
 
 torch.set_num_threads(1)
 
@@ -201,3 +203,13 @@ def test_a_better_model_scores_higher(distilled, tmp_path):
     policy, _ = open_policy(taught, InputSpec("student", "sft", taught.output))
     nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(policy.parameters()), trainer.policy.parameters())
     assert held_out_accuracy(config, trainer, 40)() > before
+
+
+def test_too_few_held_out_rows_for_a_tasks_share_are_refused(distilled):
+    trainer, config = distilled
+    trainer.spec = replace(trainer.spec, tasks=trainer.spec.tasks | {"facts": {"task": "facts", "facts": 10}})
+    mixture = Mixture(tasks=["math", "facts"], ratios={"facts": 3})
+    told = r"facts has 10 held-out rows and config.extrapolation.prompts asks for 12"
+    with pytest.raises(StageRefused, match=told):
+        held_out_accuracy(config.model_copy(update={"data": mixture}), trainer, 16)
+    held_out_accuracy(config.model_copy(update={"data": mixture}), trainer, 13)
