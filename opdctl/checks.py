@@ -8,7 +8,6 @@ from opdctl.checks_losses import check_losses
 from opdctl.references import Input, Problem, near_miss
 from opdctl.settings import (
     AnyStage,
-    Budget,
     ChainTask,
     EvalSettings,
     EvalStage,
@@ -44,8 +43,8 @@ def check_stage(settings: AnyStage, inputs: Sequence[Input], pipeline: PipelineS
     yield from capabilities.missing(settings, inputs, pipeline)
     if isinstance(config, RlvrSettings):
         yield from _rlvr(config, pipeline)
-    if isinstance(config, OpdSettings):
-        yield from _opd(config, inputs, pipeline)
+    if isinstance(settings, OpdStage):
+        yield from _opd(settings.config, inputs, pipeline)
         yield from check_route_columns(settings, pipeline)
     if isinstance(config, RlvrSettings | OpdSettings):
         yield from check_losses(config)
@@ -137,9 +136,6 @@ def computed_gpus(settings: AnyStage, inputs: Sequence[Input], pipeline: Pipelin
     return verl.nodes * verl.gpus_per_node + teachers * verl.teacher_replicas * verl.teacher_tensor_parallel
 
 
-# ---------------------------------------------------------------------------------------------- inputs
-
-
 # ---------------------------------------------------------------------------------------------- kinds
 
 
@@ -148,7 +144,7 @@ def _rlvr(config: RlvrSettings, pipeline: PipelineSettings) -> Iterator[Problem]
     if config.rollout.group_size < 2:
         yield "config.rollout.group_size", "1, but an advantage compares the completions of a group: give 2 or more"
     if config.effort is not None:
-        yield from _budget("config.effort.budget", config.effort.budget, pipeline)
+        yield from _effort("config.effort.budget.effort", config.effort.budget.effort, pipeline)
 
 
 def _grader(grader: Grader, config: RlvrSettings | EvalSettings) -> Iterator[Problem]:
@@ -192,10 +188,6 @@ def _batches(rollout: Rollout, train: Train) -> Iterator[Problem]:
             )
 
 
-def _budget(key: str, budget: Budget, pipeline: PipelineSettings) -> Iterator[Problem]:
-    yield from _effort(f"{key}.effort", budget.effort, pipeline)
-
-
 def _opd(config: OpdSettings, inputs: Sequence[Input], pipeline: PipelineSettings) -> Iterator[Problem]:
     yield from _batches(config.rollout, config.train)
     teachers = [given for given in inputs if given.role == "teachers"]
@@ -220,7 +212,7 @@ def _eval(config: EvalSettings, inputs: Sequence[Input], pipeline: PipelineSetti
         if k > config.rollout.group_size:
             yield "config.pass_k", f"{k} needs as many samples per prompt: rollout.group_size is smaller"
     if config.within is not None:
-        yield from _budget("config.within.budget", config.within.budget, pipeline)
+        yield from _effort("config.within.budget.effort", config.within.budget.effort, pipeline)
         if not config.data.efforts:
             yield "config.within", "budgets belong to effort levels, and config.data.efforts is empty"
         for effort in dict.fromkeys(config.data.efforts):

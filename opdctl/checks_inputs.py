@@ -176,9 +176,8 @@ def _sampled(wanted: Mixture, given: Sequence[Mixture]) -> Iterator[Problem]:
             yield "inputs.data", f"no stage samples task '{task}' at effort {', '.join(bare)} of config.data.efforts"
 
 
-def check_route_columns(settings: OpdStage | AnyStage, pipeline: PipelineSettings) -> Iterator[Problem]:
+def check_route_columns(settings: OpdStage, pipeline: PipelineSettings) -> Iterator[Problem]:
     """Does every row have the columns that choose its teacher?"""
-    assert isinstance(settings, OpdStage)
     for column in dict.fromkeys(settings.config.route_by):
         if settings.config.route_by.count(column) > 1:
             yield "config.route_by", f"'{column}' is there twice; name it once"

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from opdctl.references import Problem
 from opdctl.settings import (
     ClippedSurrogate,
-    Dis,
     IcePop,
     MiniLlmOpd,
     Mismatch,
@@ -19,6 +18,7 @@ from opdctl.settings import (
     Surrogate,
     Tis,
 )
+from opdctl.settings.policy_loss import weighs_by_current
 
 
 def check_losses(config: RlvrSettings | OpdSettings) -> Iterator[Problem]:
@@ -33,18 +33,13 @@ def check_losses(config: RlvrSettings | OpdSettings) -> Iterator[Problem]:
     yield from _opd(config)
 
 
-def _updates(config: RlvrSettings | OpdSettings) -> int:
-    """Optimizer steps per rollout batch; where batches do not divide, the fraction is told elsewhere."""
-    return config.rollout.prompts * config.rollout.group_size // config.train.global_batch_size
-
-
 # ----------------------------------------------------------------------------------- surrogate and mismatch rule
 
 
 def _policy(
     key: str, surrogate: Surrogate, rule: Mismatch | None, config: RlvrSettings | OpdSettings
 ) -> Iterator[Problem]:
-    updates, on_current = _updates(config), _on_current(rule)
+    updates, on_current = config.updates, weighs_by_current(rule)
     if isinstance(surrogate, Reinforce) and updates > 1 and not on_current:
         yield (
             f"{key}.surrogate.form",
@@ -67,11 +62,6 @@ def _policy(
         )
     if rule is not None:
         yield from _rule(key, rule, updates)
-
-
-def _on_current(rule: Mismatch | None) -> bool:
-    """Does the rule weigh tokens by the policy that is trained?"""
-    return isinstance(rule, Dis) or (isinstance(rule, IcePop) and rule.policy == "current")
 
 
 def _shown(rule: Mismatch | None) -> str:
@@ -144,7 +134,7 @@ def _policy_gradient(config: OpdSettings, loss: PolicyGradientOpd) -> Iterator[P
 
 
 def _opd(config: OpdSettings) -> Iterator[Problem]:
-    loss, updates = config.loss, _updates(config)
+    loss, updates = config.loss, config.updates
     long_term = isinstance(loss, MiniLlmOpd) and loss.discount > 0
     shown = f"{loss.form} with discount > 0" if long_term else loss.form
     if config.sampled_by == "teacher" and (long_term or isinstance(loss, PolicyGradientOpd | OverlapOpd)):

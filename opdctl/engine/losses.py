@@ -24,6 +24,7 @@ from opdctl.settings.policy_loss import (
     SequenceMask,
     Surrogate,
     Tis,
+    weighs_by_current,
 )
 
 Aggregation = Literal["sequence_mean", "token_mean", "constant"]
@@ -280,7 +281,7 @@ def mismatch_weights(
       2512.02556 eq. 9, whose pi_old is what the inference engine returned;
     - `sequence_mask`: 1 where the geometric mean of k over the sequence is inside [low, high], else 0.
     """
-    current = isinstance(mismatch, Dis | Opsm) or (isinstance(mismatch, IcePop) and mismatch.policy == "current")
+    current = weighs_by_current(mismatch) or isinstance(mismatch, Opsm)
     log_ratio_N = ((policy_logprobs_N if current else old_logprobs_N) - infer_logprobs_N).detach()
     ratio_N = log_ratio_N.exp()
     match mismatch:

@@ -15,7 +15,7 @@ from opdctl.engine.batch import TokenBatch, micro_batches
 from opdctl.engine.loop import Metrics, Trainer, mean, open_policy, role
 from opdctl.engine.losses import token_weights
 from opdctl.engine.opd_loss import DistillLoss, Piece
-from opdctl.engine.opd_rollouts import Sampler, Scored, batch_of, by_teacher
+from opdctl.engine.opd_rollouts import Sampler, Scored, by_teacher
 from opdctl.engine.policy import Policy
 from opdctl.engine.rows import stream_seed
 from opdctl.engine.streamed import Term, streamed
@@ -33,7 +33,7 @@ def run(spec: StageSpec, control: Control) -> StageResult:
     teachers = role(spec, "teachers")
     check_vocabularies(tokenizer, policy.vocab_size, [*teachers, *role(spec, "reference")])
     trainer = Trainer(spec, control, settings.train, policy, tokenizer)
-    updates = settings.rollout.prompts * settings.rollout.group_size // settings.train.global_batch_size
+    updates = settings.updates
     states = open_states(spec, teachers, settings.train.precision, policy)
     try:
         sampler = Sampler(spec, settings, trainer, states)
@@ -90,7 +90,7 @@ class _Distiller:
         order = [run[0].teacher for part in parts for run in by_teacher(part)]
         following = iter([*order[1:], None])
         for part in parts:
-            batch = batch_of(self.student, [row.sequence for row in part])
+            batch = self.student.batch([row.sequence for row in part])
             weights_N = token_weights(
                 batch.sequence_N,
                 how=self.settings.aggregation,

@@ -42,8 +42,7 @@ def later_mean(values_N: Tensor, lengths: Sequence[int], discount: float) -> Ten
     """
     ones_N = torch.ones_like(values_N)
     means_N = discounted_sum(values_N, lengths, discount) / discounted_sum(ones_N, lengths, discount)
-    rows = [torch.cat([row[1:], row.new_zeros(1)]) for row in means_N.split(list(lengths)) if len(row)]
-    return torch.cat(rows) if rows else means_N
+    return torch.cat([torch.cat([row[1:], row.new_zeros(1)]) for row in means_N.split(list(lengths)) if len(row)])
 
 
 def margin_shifts(scores: Sequence[float], correct: Sequence[bool], margin: float) -> list[float]:

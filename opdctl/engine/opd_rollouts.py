@@ -1,5 +1,6 @@
 """Rollout batches of on-policy distillation: who samples, which teacher scores a row, what the verifier adds to it."""
 
+import math
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from functools import partial
@@ -9,11 +10,11 @@ from torch import Tensor
 
 from opdctl.backends.contract import StageSpec
 from opdctl.engine.advantages import group_advantages
-from opdctl.engine.batch import Sequence, TokenBatch, collate, micro_batches
+from opdctl.engine.batch import Sequence, micro_batches
 from opdctl.engine.loop import Metrics, Trainer, mean, open_frozen, open_tasks, role
 from opdctl.engine.losses import opd_advantage
 from opdctl.engine.opd_advantages import balanced, extrapolated_teacher, margin_shifts
-from opdctl.engine.policy import Policy
+from opdctl.engine.policy import Policy, completion_logprobs
 from opdctl.engine.rows import Mixer, Renderer, Row, judge, roll, stream_seed
 from opdctl.engine.sampling import sample
 from opdctl.engine.teacher_states import States
@@ -58,6 +59,7 @@ class Sampler:
         self.mixer = Mixer(self.tasks, settings.data, "train", stream_seed(spec.seed, "opd"))
         self.router = Router(role(spec, "teachers"), settings.route_by, settings.default_teacher)
         self.micro_batch_tokens = int(spec.resources["micro_batch_tokens"])
+        self.logprobs = partial(completion_logprobs, micro_batch_tokens=self.micro_batch_tokens)
         self.form = settings.loss if isinstance(settings.loss, PolicyGradientOpd) else None
         scaled = self.form is not None and self.form.teacher_scale != 1.0
         self.reference = open_frozen(spec, role(spec, "reference")[0], settings.train.precision) if scaled else None
@@ -146,24 +148,12 @@ class Sampler:
             return [None] * len(drawn)  # the only update starts here: no need to read the batch twice
         return self.logprobs(self.student, [one.sequence for one in drawn])
 
-    @torch.no_grad()
-    def logprobs(self, policy: Policy, sequences: SequenceOf[Sequence]) -> list[Tensor]:
-        """Log-probabilities of the completions' tokens at temperature 1, one tensor each."""
-        found: list[Tensor] = []
-        for part in micro_batches(sequences, self.micro_batch_tokens):
-            chosen = [sequences[i] for i in part]
-            tokens = batch_of(policy, chosen)
-            logprobs_N, _ = token_logprobs(policy.hidden(tokens), policy.head(), tokens.targets_N)
-            found += logprobs_N.split([len(sequence.completion) for sequence in chosen])
-        return found
-
     def _shifts(self, drawn: list[Drawn], rows: list[Scored], form: PolicyGradientOpd, margin: float) -> list[float]:
         """Margin calibration within each group, on the log-ratios as they are clipped."""
         own = self.logprobs(self.student, [row.sequence for row in rows])
         theirs = self._teachers_logprobs(rows, form)
         scores = [
-            float(opd_advantage(a, b, form.max_advantage or float("inf")).mean())
-            for a, b in zip(theirs, own, strict=True)
+            float(opd_advantage(a, b, form.max_advantage or math.inf).mean()) for a, b in zip(theirs, own, strict=True)
         ]
         shifts: list[float] = []
         for prompt in dict.fromkeys(one.prompt for one in drawn):
@@ -197,10 +187,6 @@ class Sampler:
             "tokens": float(sum(len(one.sequence.completion) for one in drawn)),
         }
         return metrics | ({"left_out": 1.0 - len(kept) / len(drawn)} if self.settings.balance else {})
-
-
-def batch_of(policy: Policy, sequences: SequenceOf[Sequence]) -> TokenBatch:
-    return collate(sequences, share_prefixes=policy.shares_prefixes, pad_id=policy.pad_id, device=policy.device)
 
 
 def by_teacher(rows: SequenceOf[Scored]) -> list[list[Scored]]:

@@ -6,6 +6,7 @@ Legend: B rows, P prompt columns (padded at the left), T columns, N completion t
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence as Items
 from pathlib import Path
 from typing import Protocol
 
@@ -14,7 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from opdctl.engine.batch import TokenBatch
+from opdctl.engine.batch import Sequence, TokenBatch, collate, micro_batches
+from opdctl.engine.vocab import token_logprobs
 from opdctl.engine.weights import SINGLE
 from opdctl.errors import OpdctlError
 
@@ -58,6 +60,10 @@ class Policy(nn.Module, ABC):
         limit = getattr(self.config, "max_position_embeddings", None)
         return None if limit is None else int(limit)
 
+    def batch(self, sequences: Items[Sequence]) -> TokenBatch:
+        """The sequences as this model reads them."""
+        return collate(sequences, share_prefixes=self.shares_prefixes, pad_id=self.pad_id, device=self.device)
+
     def check_length(self, tokens: int) -> None:
         """Raises OpdctlError when a sequence has more tokens than the network has positions."""
         if self.max_positions is not None and tokens > self.max_positions:
@@ -87,3 +93,18 @@ class Policy(nn.Module, ABC):
     @abstractmethod
     def decode(self, tokens_B: Tensor, cache: Cache) -> Tensor:
         """Append one token to every row of the cache; returns the hidden states [B, D] that predict the next one."""
+
+
+@torch.no_grad()
+def completion_logprobs(
+    policy: Policy, sequences: Items[Sequence], *, micro_batch_tokens: int, temperature: float = 1.0
+) -> list[Tensor]:
+    """Log-probabilities of the tokens of each sequence's completion, a tensor a sequence."""
+    found: list[Tensor] = []
+    for part in micro_batches(sequences, micro_batch_tokens):
+        chosen = [sequences[i] for i in part]
+        batch = policy.batch(chosen)
+        hidden_ND, head_VD = policy.hidden(batch), policy.head()
+        logprobs_N, _ = token_logprobs(hidden_ND, head_VD, batch.targets_N, temperature=temperature)
+        found += logprobs_N.split([len(sequence.completion) for sequence in chosen])
+    return found

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from opdctl.backends.contract import Control, StageResult, StageSpec
 from opdctl.engine.advantages import annealed_tau, group_advantages, over_budget, soft_overlong_penalty, tied_groups
-from opdctl.engine.batch import Sequence, TokenBatch, collate, micro_batches
+from opdctl.engine.batch import Sequence, TokenBatch, micro_batches
 from opdctl.engine.effort import BudgetEstimator
 from opdctl.engine.grader import GenerativeReward, open_grader
 from opdctl.engine.loop import Metrics, Trainer, completions_per_call, mean, open_frozen, open_policy, open_tasks, role
 from opdctl.engine.losses import aggregate, kl_penalty, policy_loss
-from opdctl.engine.policy import Policy
+from opdctl.engine.policy import Policy, completion_logprobs
 from opdctl.engine.rows import Mixer, Renderer, Row, judge, roll, stream_seed
 from opdctl.engine.sampling import Rollout, sample
 from opdctl.engine.teachers import check_vocabularies
@@ -34,7 +34,7 @@ def run(spec: StageSpec, control: Control) -> StageResult:
     check_vocabularies(tokenizer, policy.vocab_size, [*role(spec, "reference"), *role(spec, "budget")])
     trainer = Trainer(spec, control, settings.train, policy, tokenizer)
     sampler = _Sampler(spec, settings, trainer)
-    updates = settings.rollout.prompts * settings.rollout.group_size // settings.train.global_batch_size
+    updates = settings.updates
 
     def iteration(step: int) -> Metrics:
         experience, metrics = sampler.collect(step)
@@ -77,6 +77,11 @@ class _Sampler:
         self.mixer = Mixer(self.tasks, settings.data, "train", stream_seed(spec.seed, "rlvr"))
         self.renderer = Renderer(trainer.tokenizer, self.policy.eos_ids)
         self.micro_batch_tokens = int(spec.resources["micro_batch_tokens"])
+        self.logprobs = partial(
+            completion_logprobs,
+            micro_batch_tokens=self.micro_batch_tokens,
+            temperature=settings.rollout.temperature,  # as tokens are drawn
+        )
         self.reference = open_frozen(spec, role(spec, "reference")[0]) if settings.kl.estimator != "none" else None
         self.budgets: BudgetEstimator | None = None
         if settings.effort is not None:
@@ -203,23 +208,6 @@ class _Sampler:
         assert estimator != "none"
         return kl_penalty(policy_logprobs_N, reference_logprobs_N, estimator)
 
-    @torch.no_grad()
-    def logprobs(self, policy: Policy, sequences: list[Sequence]) -> list[Tensor]:
-        """Log-probabilities of the sequences' tokens under a model, at the sampling temperature; one tensor each."""
-        found: list[Tensor] = []
-        for part in micro_batches(sequences, self.micro_batch_tokens):
-            chosen = [sequences[i] for i in part]
-            batch = self.batch(policy, chosen)
-            logprobs_N, _ = token_logprobs(
-                policy.hidden(batch), policy.head(), batch.targets_N, temperature=self.settings.rollout.temperature
-            )
-            found += _per_sequence(logprobs_N, [sequence.completion for sequence in chosen])
-        return found
-
-    @staticmethod
-    def batch(policy: Policy, sequences: list[Sequence]) -> TokenBatch:
-        return collate(sequences, share_prefixes=policy.shares_prefixes, pad_id=policy.pad_id, device=policy.device)
-
     def _experience(self, groups: list["_Group"]) -> Experience:
         sequences = [sequence for group in groups for sequence in group.sequences]
         sampled = [logprobs for group in groups for logprobs in group.sampling_logprobs]
@@ -257,7 +245,7 @@ def _losses(experience: Experience, numbers: list[int], sampler: _Sampler) -> It
     sequences = [experience.sequences[i] for i in live]
     for part in micro_batches(sequences, sampler.micro_batch_tokens):
         chosen = [live[i] for i in part]
-        batch = sampler.batch(policy, [experience.sequences[i] for i in chosen])
+        batch = policy.batch([experience.sequences[i] for i in chosen])
         policy_logprobs_N, _ = token_logprobs(
             policy.hidden(batch), policy.head(), batch.targets_N, temperature=settings.rollout.temperature
         )
@@ -284,5 +272,5 @@ def _losses(experience: Experience, numbers: list[int], sampler: _Sampler) -> It
         )
 
 
-def _per_sequence(values_N: Tensor, completions: list[list[int]] | list[tuple[int, ...]]) -> list[Tensor]:
+def _per_sequence(values_N: Tensor, completions: list[list[int]]) -> list[Tensor]:
     return list(values_N.split([len(completion) for completion in completions]))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from opdctl.backends.contract import Control, StageResult, StageSpec
-from opdctl.engine.batch import Sequence, TokenBatch, collate, micro_batches
+from opdctl.engine.batch import Sequence, TokenBatch, micro_batches
 from opdctl.engine.loop import Metrics, Trainer, open_demonstrations, open_policy, role
 from opdctl.engine.losses import aggregate
 from opdctl.engine.rows import Mixer, Renderer, stream_seed
@@ -31,10 +31,7 @@ def run(spec: StageSpec, control: Control) -> StageResult:
 
         def losses() -> Iterator[tuple[Tensor, TokenBatch]]:
             for part in micro_batches(sequences, budget):
-                chosen = [sequences[i] for i in part]
-                batch = collate(
-                    chosen, share_prefixes=policy.shares_prefixes, pad_id=policy.pad_id, device=policy.device
-                )
+                batch = policy.batch([sequences[i] for i in part])
                 logprobs_N, entropy_N = token_logprobs(policy.hidden(batch), policy.head(), batch.targets_N)
                 entropies.append(entropy_N)
                 yield (

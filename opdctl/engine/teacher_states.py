@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from opdctl.backends.contract import InputSpec, StageSpec
-from opdctl.engine.batch import Sequence, TokenBatch, collate, micro_batches
+from opdctl.engine.batch import Sequence, micro_batches
 from opdctl.engine.checkpoint import map_policy, save_new_model
 from opdctl.engine.loop import DTYPES, device_of, open_frozen
 from opdctl.engine.policy import Policy
@@ -76,7 +76,7 @@ class DirectStates:
     @torch.no_grad()
     def get(self, number: int, rows: Items[int], *, then: int | None = None) -> tuple[Tensor, Tensor]:
         model = self._pool.get(self._same[number], then=None if then is None else self._same[then])
-        return model.hidden(_batch(model, [self._sequences[row] for row in rows])), model.head()
+        return model.hidden(model.batch([self._sequences[row] for row in rows])), model.head()
 
     def policy(self, number: int) -> Policy:
         return self._pool.get(self._same[number])
@@ -128,7 +128,7 @@ class CachedStates:
         own = [sequences[row] for row in rows]
         for part in micro_batches(own, int(self._spec.resources["micro_batch_tokens"])):
             file = self._folder / f"{number}-{part.start}.safetensors"
-            hidden_NE = body.hidden(_batch(body, [own[i] for i in part]))
+            hidden_NE = body.hidden(body.batch([own[i] for i in part]))
             save_file({"hidden": hidden_NE.cpu().contiguous()}, file)
             at = 0
             for i in part:
@@ -204,7 +204,3 @@ def _mapped(file: Path, name: str) -> Tensor:
     with safe_open(file, framework="pt") as stored:
         tensor: Tensor = stored.get_tensor(name)
         return tensor
-
-
-def _batch(policy: Policy, sequences: Items[Sequence]) -> TokenBatch:
-    return collate(sequences, share_prefixes=policy.shares_prefixes, pad_id=policy.pad_id, device=policy.device)

@@ -1,8 +1,7 @@
 """The reference for every key that a pipeline file may hold: names, types, limits, vetted defaults; a module a topic.
 
 Pure data. A key without a default is one that no paper or library can choose for the user: it must be written in
-the pipeline or in the scale. `resources` and `machine` (`opdctl/workers.py`) and `gates` never enter a stage's
-identity; all other keys do.
+the pipeline or in the scale. Which of them make two stages different is in `opdctl/identity.py`.
 """
 
 from opdctl.fields import NAME_PATTERN, AxisValue, Settings

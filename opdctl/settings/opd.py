@@ -6,7 +6,7 @@ from pydantic import Field
 
 from opdctl.fields import Count, NonNegative, Positive, Settings
 from opdctl.settings.policy_loss import Baseline, ClippedSurrogate, Mismatch, Surrogate
-from opdctl.settings.train import Mixture, Rollout, Train
+from opdctl.settings.train import OnPolicy
 
 
 class MarginCalibration(Settings):
@@ -86,10 +86,7 @@ OpdLoss = Annotated[
 ]
 
 
-class OpdSettings(Settings):
-    data: Mixture
-    rollout: Rollout
-    train: Train
+class OpdSettings(OnPolicy):
     loss: OpdLoss
     route_by: Annotated[list[str], Field(min_length=1)]  # columns of a row that choose its teacher
     default_teacher: str | None = None  # stage address of the teacher for rows without a route; else refused

@@ -92,4 +92,11 @@ class SequenceMask(Settings):
 
 
 Mismatch = Annotated[Tis | IcePop | Dis | Opsm | SequenceMask, Field(discriminator="rule")]
+
+
+def weighs_by_current(rule: Mismatch | None) -> bool:
+    """Is the weight of a token pi_theta / pi_infer, of the policy under training?"""
+    return isinstance(rule, Dis) or (isinstance(rule, IcePop) and rule.policy == "current")
+
+
 Baseline = Literal["mean", "mean_std", "leave_one_out", "leave_one_out_std"]

@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from opdctl.fields import Count, NonNegative, Positive, Settings
 from opdctl.settings.grading import Grader
 from opdctl.settings.policy_loss import Baseline, ClippedSurrogate, Mismatch, Surrogate
-from opdctl.settings.train import Budget, Mixture, Rollout, Train
+from opdctl.settings.train import Budget, OnPolicy
 
 
 class EffortBudget(Settings):
@@ -63,10 +63,7 @@ class Overlong(Settings):
         return self
 
 
-class RlvrSettings(Settings):
-    data: Mixture
-    rollout: Rollout
-    train: Train
+class RlvrSettings(OnPolicy):
     advantage: Baseline = "mean_std"
     max_advantage: Positive | None = None  # advantages are clipped to +- this
     surrogate: Surrogate = ClippedSurrogate()

@@ -48,6 +48,19 @@ class Rollout(Settings):
     top_k: Annotated[int, Field(ge=0)] = 0  # 0: off
 
 
+class OnPolicy(Settings):
+    """What RL and on-policy distillation have in common."""
+
+    data: Mixture
+    rollout: Rollout
+    train: Train
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps per rollout batch, which `checks.py` has divide it."""
+        return self.rollout.prompts * self.rollout.group_size // self.train.global_batch_size
+
+
 class Budget(Settings):
     """b0(x): a per-prompt token budget from the cold-start model's own answers. The estimator is undisclosed."""
 

@@ -10,7 +10,7 @@ from engine.stages import ROLLOUT, Recorder, opd, run, sft, train
 from safetensors.torch import load_file
 
 from opdctl.backends.contract import InputSpec, StageSpec, Stopped
-from opdctl.engine.opd_rollouts import Sampler
+from opdctl.engine import opd_rollouts
 
 GROUPS = {"rollout": ROLLOUT | {"prompts": 4, "group_size": 4}, "train": train(4, 16)}
 PG = {"form": "policy_gradient", "max_advantage": 5.0}
@@ -161,9 +161,9 @@ def test_small_micro_batches_give_the_same_step(tmp_path, models):
 
 def test_a_mismatch_rule_compares_the_trainer_with_the_sampler(tmp_path, models, monkeypatch):
     """pi_old is computed again by the trainer: were it e^-0.5 of what the sampler gave, that would be the ratio."""
-    own = Sampler.logprobs
+    own = opd_rollouts.completion_logprobs
     monkeypatch.setattr(
-        Sampler, "logprobs", lambda self, policy, sequences: [part - 0.5 for part in own(self, policy, sequences)]
+        opd_rollouts, "completion_logprobs", lambda *given, **more: [part - 0.5 for part in own(*given, **more)]
     )
     record = Recorder()
     spec = stage(tmp_path / "opd", "mimo", *models, train=train(1, 16))

@@ -18,7 +18,7 @@ from opdctl.backends.contract import Control, StageSpec
 from opdctl.backends.verl.budgets import budgets
 from opdctl.backends.verl.judge import pack
 from opdctl.backends.verl.layout import IMAGES, ROUTE, Layout, has_images, layout, teacher_key
-from opdctl.backends.verl.render_rl import updates, updates_of
+from opdctl.backends.verl.render_rl import updates_of
 from opdctl.backends.verl.teachers import check_teachers
 from opdctl.engine.checkpoint import Tokenizer, encode, load_vocabulary
 from opdctl.engine.loop import open_demonstrations, open_tasks, role
@@ -177,7 +177,7 @@ def _prompts(spec: StageSpec, student: _Student, control: Control) -> Iterator[l
             if router is not None:
                 for row, record in zip(rows, records, strict=True):
                     record[ROUTE] = teacher_key(router.teacher(row.prompt.columns))
-            order = _order(spec, batch * updates(settings), len(rows))
+            order = _order(spec, batch * settings.updates, len(rows))
             for position, number in enumerate(order):
                 records[number]["extra_info"]["index"] = batch * options.prompts + position
             yield [records[number] for number in order]
@@ -196,7 +196,7 @@ def _budgets(
 
 def rollout_batches(settings: RlvrSettings | OpdSettings) -> int:
     """Rollout batches that a stage may ask for."""
-    steps = -(-settings.train.max_steps // updates(settings))
+    steps = -(-settings.train.max_steps // settings.updates)
     dynamic = settings.dynamic_sampling if isinstance(settings, RlvrSettings) else None
     return steps * (dynamic.max_rounds if dynamic else 1)
 
@@ -361,5 +361,5 @@ def _reward(
         "effort": effort.model_dump(mode="json") if effort else None,
         "max_completion_tokens": settings.rollout.max_completion_tokens,
         "max_steps": settings.train.max_steps,
-        "updates": updates(settings),
+        "updates": settings.updates,
     }

@@ -8,7 +8,6 @@ from opdctl.backends.verl.overrides import Overrides
 from opdctl.settings import (
     CispoSurrogate,
     ClippedSurrogate,
-    Dis,
     IcePop,
     LogRatioClip,
     Mismatch,
@@ -16,6 +15,7 @@ from opdctl.settings import (
     Surrogate,
     Tis,
 )
+from opdctl.settings.policy_loss import weighs_by_current
 
 PLUGIN = "opdctl_policy_loss"
 _NO_CLIP = 1e9  # verl clips on both sides, and cuts ratios for negative advantages (dual-clip PPO), unless told so
@@ -45,7 +45,7 @@ def mismatch(overrides: Overrides, given: Mismatch | None, source: str, *, async
         "rollout_is": None,
         "rollout_is_threshold": 2.0,
         "rollout_rs": None,
-        "bypass_mode": reads_sampler(given),
+        "bypass_mode": weighs_by_current(given),
     }
     match given:
         case Tis(cap=cap):
@@ -60,8 +60,3 @@ def mismatch(overrides: Overrides, given: Mismatch | None, source: str, *, async
         overrides.choose(placed)
     else:
         overrides.own(source, placed)
-
-
-def reads_sampler(given: Mismatch | None) -> bool:
-    """Is the rule's ratio that of the current policy to the sampler?"""
-    return isinstance(given, Dis) or (isinstance(given, IcePop) and given.policy == "current")

@@ -78,19 +78,14 @@ def common(
     _trainer(overrides, spec, settings, resources)
 
 
-def updates(settings: RlvrSettings | OpdSettings) -> int:
-    """Optimizer steps per rollout batch, which is one step of verl's."""
-    return settings.rollout.prompts * settings.rollout.group_size // settings.train.global_batch_size
-
-
 def updates_of(spec: StageSpec) -> int:
-    """The same of a stage of any kind; a step of verl's SFT is one optimizer step."""
+    """Optimizer steps in one step of verl's, which is a rollout batch, or in SFT one optimizer step."""
     match spec.kind:
         case "sft":
             return 1
         case "opd":
-            return updates(OpdSettings.model_validate(spec.config))
-    return updates(RlvrSettings.model_validate(spec.config))
+            return OpdSettings.model_validate(spec.config).updates
+    return RlvrSettings.model_validate(spec.config).updates
 
 
 def _data(overrides: Overrides, spec: StageSpec, settings: RlvrSettings | OpdSettings) -> None:
@@ -133,7 +128,7 @@ def _actor(overrides: Overrides, spec: StageSpec, settings: RlvrSettings | OpdSe
             f"{ACTOR}.ppo_mini_batch_size": train.global_batch_size // settings.rollout.group_size,  # in prompts
             f"{ACTOR}.ppo_epochs": 1,
             # a batch comes in the order in which completions ended: unshuffled, its first step is on the short ones
-            f"{ACTOR}.shuffle": updates(settings) > 1,
+            f"{ACTOR}.shuffle": settings.updates > 1,
         },
     )
     overrides.own(
@@ -163,7 +158,7 @@ def _actor(overrides: Overrides, spec: StageSpec, settings: RlvrSettings | OpdSe
             {f"{ACTOR}.ulysses_sequence_parallel_size": verl.sequence_parallel},
         )
         render_engine.apply(overrides, render_engine.fsdp(spec, resources, train.precision, f"{ACTOR}.fsdp_config"))
-    render_engine.optimizer(overrides, train, f"{ACTOR}.optim", megatron=megatron, updates=updates(settings))
+    render_engine.optimizer(overrides, train, f"{ACTOR}.optim", megatron=megatron, updates=settings.updates)
     render_engine.checkpoint(overrides, f"{ACTOR}.checkpoint")
     overrides.own("opdctl resumes from and publishes what verl saves", {f"{ACTOR}.checkpoint.async_save": False})
     overrides.choose(
@@ -284,7 +279,7 @@ def _rewards(overrides: Overrides, spec: StageSpec) -> None:
 
 
 def _trainer(overrides: Overrides, spec: StageSpec, settings: RlvrSettings | OpdSettings, resources: Resources) -> None:
-    render_engine.trainer(overrides, spec, settings.train, resources, updates=updates(settings))
+    render_engine.trainer(overrides, spec, settings.train, resources, updates=settings.updates)
     # opdctl deletes old saves: verl would do it before the new one is whole
     overrides.own("resources.verl.keep_last", {"trainer.max_actor_ckpt_to_keep": None})
     overrides.own(

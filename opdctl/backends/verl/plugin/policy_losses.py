@@ -11,9 +11,10 @@ from torch import Tensor
 from verl.trainer.ppo.core_algos import agg_loss, register_policy_loss
 
 from opdctl.backends.verl.plugin.told import told
-from opdctl.backends.verl.render_policy_loss import PLUGIN, reads_sampler
+from opdctl.backends.verl.render_policy_loss import PLUGIN
 from opdctl.engine.losses import policy_loss
 from opdctl.settings import Mismatch, Surrogate
+from opdctl.settings.policy_loss import weighs_by_current
 
 
 def register() -> None:
@@ -52,7 +53,7 @@ def token_losses(
     rows_BR = torch.arange(len(mask_BR), device=mask_BR.device)[:, None].expand_as(mask_BR)
     loss_N, statistics = policy_loss(
         _SURROGATE.validate_python(surrogate),
-        rule if reads_sampler(rule) else None,
+        rule if weighs_by_current(rule) else None,
         policy_BR[inside_BR],
         old_BR[inside_BR],
         old_BR[inside_BR],
