@@ -29,11 +29,16 @@ _WANTED = {
     "model_attributes_type": "must be a mapping",
     "finite_number": "must be a finite number",
 }
+_TAGS = ("form", "rule", "method", "task", "source")  # keys that choose between settings classes
 M = TypeVar("M", bound=BaseModel)
 
 
 def validate(model: type[M], tree: Any) -> tuple[M | None, list[Problem]]:
-    """The settings, or None and every problem with its key. A string is no number, a whole number is a number."""
+    """The settings, or None and every problem with its key. A string is no number, a whole number is a number.
+
+    A key that the settings do not have is taken away by null: so a `form` can be another than that of a preset, whose
+    keys Hydra leaves beside the new ones.
+    """
     missing: dict[str, str] = {}
     tree = _without_missing(tree, "", missing)
     problems = [(key, REQUIRED) for key, value in missing.items() if value == MISSING]
@@ -43,6 +48,12 @@ def validate(model: type[M], tree: Any) -> tuple[M | None, list[Problem]]:
         settings = model.model_validate_json(text, strict=True)
     except ValidationError as error:
         data = json.loads(text)
+        taken = [_path(detail["loc"], data) for detail in error.errors() if _is_taken_away(detail)]
+        if taken:
+            for path, holder in taken:
+                holder.pop(path[-1], None)
+            settings, rest = validate(model, data)
+            return (None if problems else settings), problems + rest
         for detail in error.errors(include_url=False):
             path, holder = _path(detail["loc"], data)
             if tag := _absent_tag(detail):
@@ -51,6 +62,10 @@ def validate(model: type[M], tree: Any) -> tuple[M | None, list[Problem]]:
             if not any(absent == key or absent.startswith(f"{key}.") for absent in missing):
                 problems.append((key, _message(detail, path, holder, model, data)))
     return (None if problems or missing else settings), list(dict.fromkeys(problems))
+
+
+def _is_taken_away(detail: ErrorDetails) -> bool:
+    return detail["type"] == "extra_forbidden" and detail["input"] is None
 
 
 def _absent_tag(detail: ErrorDetails) -> str:
@@ -94,7 +109,11 @@ def _message(detail: ErrorDetails, path: Sequence[str | int], holder: Any, model
     if kind in ("missing", "union_tag_not_found"):
         return REQUIRED
     if kind == "extra_forbidden":
-        return "unknown key" + _near_miss_key(str(path[-1]), _class_at(model, path[:-1], data))
+        annotation, at = _place(model, path[:-1], data)
+        chosen, unknown = _chosen(annotation, at), str(path[-1])
+        others = [option for option in _classes(annotation) if option is not chosen and unknown in option.model_fields]
+        hint = f"; what a preset or a default gave is taken away by {unknown}: null" if others else ""
+        return "unknown key" + _near_miss_key(unknown, chosen) + hint
     if kind in ("literal_error", "union_tag_invalid"):
         expected = context.get("expected") or context.get("expected_tags", "")
         word = given if kind == "literal_error" else context.get("tag")
@@ -145,8 +164,8 @@ def _near_miss_key(word: str, model: type[BaseModel] | None) -> str:
     return f" ({meant}keys here: {', '.join(model.model_fields)})"
 
 
-def _class_at(annotation: Any, path: Sequence[str | int], data: Any) -> type[BaseModel] | None:
-    """The settings class that holds the keys at `path`."""
+def _place(annotation: Any, path: Sequence[str | int], data: Any) -> tuple[Any, Any]:
+    """What may stand at `path`, as an annotation, and what does."""
     for part in path:
         model = _chosen(annotation, data)
         if model is not None:
@@ -155,7 +174,7 @@ def _class_at(annotation: Any, path: Sequence[str | int], data: Any) -> type[Bas
             inner = [get_args(option)[-1] for option in _options(annotation) if get_origin(option) in (dict, list)]
             annotation = inner[0] if inner else None
         data = data[part]
-    return _chosen(annotation, data)
+    return annotation, data
 
 
 def _chosen(annotation: Any, data: Any) -> type[BaseModel] | None:
@@ -165,9 +184,7 @@ def _chosen(annotation: Any, data: Any) -> type[BaseModel] | None:
 
 
 def _tag_fits(model: type[BaseModel], data: Mapping[str, Any]) -> bool:
-    tags = {
-        name: get_args(f.annotation) for name, f in model.model_fields.items() if name in ("form", "task", "source")
-    }
+    tags = {name: get_args(f.annotation) for name, f in model.model_fields.items() if name in _TAGS}
     return all(data.get(name, model.model_fields[name].default) in known for name, known in tags.items())
 
 

@@ -19,7 +19,7 @@ from opdctl.config import builtin_folder, load_pipeline
 from opdctl.engine.advantages import group_advantages
 from opdctl.engine.losses import aggregate, kl_penalty, policy_loss
 from opdctl.errors import ConfigError
-from opdctl.settings import RlvrSettings
+from opdctl.settings import CispoSurrogate, RlvrSettings
 
 SEQUENCE = torch.tensor([0, 0, 1, 2, 3, 3])
 R = torch.tensor([2, 1, 1.25, 3, 0.5, 1], dtype=torch.float64)
@@ -124,3 +124,16 @@ def test_dapo_samples_dynamically_and_penalises_length(tmp_path):
 
 def test_ultra_clips_its_advantages(tmp_path):
     assert load(tmp_path, "nemotron3_ultra", {}).max_advantage == 20.0
+
+
+def test_another_form_takes_the_keys_of_the_presets_away_by_null(workspace):
+    changed = "stages.reasoning.config.surrogate={form: cispo, high: 0.5}"
+    with pytest.raises(ConfigError, match=r"surrogate\.low: unknown key .*taken away by low: null"):
+        load_pipeline("glm5", [changed], workspace=workspace)
+    surrogate = load_pipeline("glm5", [changed.replace("}", ", low: null}")], workspace=workspace)
+    assert surrogate.stages["reasoning"].settings.config.surrogate == CispoSurrogate(form="cispo", high=0.5)
+
+
+def test_null_takes_no_known_key_away(workspace):
+    with pytest.raises(ConfigError, match=r"max_steps: must be a whole number, not null"):
+        load_pipeline("glm5", ["stages.reasoning.config.train.max_steps=null"], workspace=workspace)
