@@ -1,5 +1,6 @@
 """`status`, `lineage`, `runs`: what the disk says. Nothing here starts, stops or changes anything."""
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -140,7 +141,7 @@ def find_run(workspace: Path, name: str | None) -> "RunDir":
         hint = f"did you mean {close[0]}?" if close else f"runs here: {', '.join(names) or 'none'}"
         raise ConfigError(f"no run '{name}' in {workspace}", hint=hint)
     if run.damaged:
-        hint = f"the command that made it writes it anew: opdctl {' '.join(run.info.get('argv', ['', 'run'])[1:])}"
+        hint = f"the command that made it writes it anew: opdctl {shlex.join(run.info.get('argv', ['', 'run'])[1:])}"
         raise ConfigError(f"run {name}: pipeline.yaml is damaged", hint=hint)
     return run
 

@@ -183,8 +183,8 @@ def _interval(block: Block) -> str:
         listed = ", ".join(map(str, block.seeds))
         return f"{named}: {percent} intervals are Student's over {len(block.seeds)} seeds ({listed})"
     return (
-        f"{named}: one seed ({block.seeds[0]}), so {percent} intervals are binomial, over the prompts of its "
-        "evaluation, and say nothing about another seed"
+        f"{named}: one seed ({block.seeds[0]}), so {percent} intervals are binomial, over the answers of its "
+        "evaluation, several to one prompt taken for independent, and say nothing about another seed"
     )
 
 
