@@ -21,9 +21,9 @@ Written by `make recipes` from the runs of the packaged pipelines at `scale={sca
 Each pipeline follows a published recipe on generated tasks with a model of 151 thousand parameters. A row says what the
 report claims, what was measured here, and whether the one shows in the other: *yes*, *no*, or *not decided* where the
 interval of the measurement holds both answers or the report gives nothing to compare with. A *no* says that a claim
-does not show at this scale, not that the report is wrong. Rates are of prompts held out by hash. Intervals are of 95 %, over
-answers; several answers to one prompt, as most evaluations have, are taken for independent, which makes them too narrow.
-What is faithful to a report and what is not stands at the head of each pipeline file.
+does not show at this scale, not that the report is wrong. Rates are of prompts held out by hash. Intervals are of
+95 %, over answers: several answers to one prompt are taken for independent, which makes them too narrow. What is
+faithful to a report and what is not stands at the head of each pipeline file.
 """
 
 
