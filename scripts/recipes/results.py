@@ -125,6 +125,7 @@ class Results:
 
     def curve(self, stage: str, name: str) -> list[tuple[int, float]]:
         """(step, value) of a metric while the stage trained, wherever its checkpoint was made."""
+        self.record(stage)
         found = curves(self._stage(stage)).get(name)
         if found is None:
             raise OpdctlError(f"stage {stage} of run {self._run.name} reported no metric {name} while it trained")
