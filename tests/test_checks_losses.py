@@ -41,6 +41,7 @@ BAD = [
     ({f"{M}.mismatch": {"rule": "sequence_mask", "low": 2.0, "high": 1.1}}, f"{M}.mismatch.low", "2 is above high, 1"),
     ({f"{M}.mismatch": {"rule": "tis", "floor": 3.0, "cap": 2.0}}, f"{M}.mismatch.floor", "3 is above cap, 2"),
     ({f"{M}.mismatch": {"rule": "tis", "cap": 0.5}}, f"{M}.mismatch.cap", "floor 0 to cap 0.5 does not hold 1"),
+    ({f"{M}.mismatch": DIS | {"low": 0.0}, f"{M}.surrogate": REINFORCE}, f"{M}.mismatch.low", "must be greater than 0"),
     (ONE_STEP | {f"{M}.mismatch": {"rule": "opsm", "delta": 0.1}}, f"{M}.mismatch.rule", "opsm drops sequences that"),
     (
         {f"{M}.kl": KL, f"{M}.dynamic_sampling": {"max_rounds": 2}, "stages.max.inputs.reference": "stage:sft"},

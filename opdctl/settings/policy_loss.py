@@ -72,7 +72,7 @@ class Dis(Settings):
     """GLM-5's agentic RL: weight q = pi_theta / pi_infer where 1 - low < q < 1 + high, ends excluded, else 0."""
 
     rule: Literal["dis"]
-    low: Annotated[float, Field(ge=0, le=1)]
+    low: Annotated[float, Field(gt=0, le=1)]  # 0 would drop q = 1, where trainer and sampler agree
     high: Positive
 
 
