@@ -70,7 +70,9 @@ class FileTask(Settings):
     system: str = ""  # system prompt for every row (chat template only)
     template: Literal["raw", "chat"] = "raw"  # chat: the tokenizer's chat template, which must exist
     columns: list[str] = []  # further columns that teachers may be routed by
-    images: str | None = None  # column with paths of images, one for each <image> in the prompt; template chat only
+    # column with paths of images, one for each <image> in the prompt; template chat only. A stage's identity has the
+    # paths, not what the images show: give changed ones other names
+    images: str | None = None
     held_out: Fraction = 0.1  # share of the rows kept for evaluation, by content hash
     eval_path: str | None = None  # a file of its own for evaluation; then nothing is held out of `path`
 

@@ -33,7 +33,7 @@ def sha256(path: Path) -> str:
 
 
 def data_digest(settings: AnyTask, folder: Path, digest: Callable[[Path], str] = sha256) -> dict[str, str]:
-    """sha256 of each file that the rows and their judgement depend on, by its path relative to `folder`.
+    """sha256 of each file that the rows and their judgement depend on, but images, by its path relative to `folder`.
 
     `digest` may remember what it has read. A verifier of the workspace counts as data: another version of it is
     another task.
