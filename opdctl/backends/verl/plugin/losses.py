@@ -208,11 +208,8 @@ def topk_of_logits(
     student_mass, teacher_mass: probability that each gives to the teacher's top-k; overlap: share of the teacher's
     top-k that is among the student's.
     """
-    teacher_1NK, ids_1NK = teacher_topk_log_probs.values()[None], teacher_topk_ids.values()[None]
-    if get_ulysses_sequence_parallel_world_size() > 1:
-        teacher_1NK, ids_1NK = slice_input_tensor(teacher_1NK, dim=1), slice_input_tensor(ids_1NK, dim=1)
     values = _TopK.apply(  # type: ignore[no-untyped-call]  # torch leaves it unannotated
-        student_logits[0], ids_1NK[0].long(), teacher_1NK[0], told()["opd"]["rest"]
+        student_logits[0], *_of_this_rank(teacher_topk_ids, teacher_topk_log_probs), told()["opd"]["rest"]
     )
     return {name: value[None] for name, value in zip(_TOPK_OUTPUTS, values, strict=True)}
 
@@ -227,10 +224,7 @@ def overlap_of_logits(
 ) -> dict[str, Tensor]:
     """Keye's advantage [1, N] of each token of the flattened sequences from logits [1, N, V], in the place of a loss,
     and the share of the top-k that is in both."""
-    teacher_1NK, ids_1NK = teacher_topk_log_probs.values()[None], teacher_topk_ids.values()[None]
-    if get_ulysses_sequence_parallel_world_size() > 1:
-        teacher_1NK, ids_1NK = slice_input_tensor(teacher_1NK, dim=1), slice_input_tensor(ids_1NK, dim=1)
-    logits_NV, ids_NK, teacher_NK = student_logits[0], ids_1NK[0].long(), teacher_1NK[0]
+    logits_NV, (ids_NK, teacher_NK) = student_logits[0], _of_this_rank(teacher_topk_ids, teacher_topk_log_probs)
     advantages, shares = [], []
     for rows in _chunks(logits_NV):
         own = logits_NV[rows].float().log_softmax(-1).topk(ids_NK.shape[-1])
@@ -242,6 +236,14 @@ def overlap_of_logits(
         shares.append(shared_CK.float().mean(-1))
     outputs = (torch.cat(advantages), torch.cat(shares))
     return {name: value[None] for name, value in zip(_OVERLAP_OUTPUTS, outputs, strict=True)}
+
+
+def _of_this_rank(ids: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor]:
+    """(ids_NK, logprobs_NK) of a teacher's top-k, of the tokens whose logits are here."""
+    ids_1NK, logprobs_1NK = ids.values()[None], logprobs.values()[None]
+    if get_ulysses_sequence_parallel_world_size() > 1:
+        ids_1NK, logprobs_1NK = slice_input_tensor(ids_1NK, dim=1), slice_input_tensor(logprobs_1NK, dim=1)
+    return ids_1NK[0].long(), logprobs_1NK[0]
 
 
 class _TopK(torch.autograd.Function):
