@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from opdctl.composition import composition_problem, first_line, override_problem, yaml_problem
 from opdctl.errors import ConfigError
 from opdctl.pipeline import Pipeline, expand
 from opdctl.references import near_miss
@@ -95,9 +96,9 @@ def _compose(file: Path, confs: Sequence[Path], overrides: Sequence[str]) -> "Di
         with initialize_config_dir(config_dir=str(file.parent), version_base="1.3"):
             return compose(file.name, overrides=[f"hydra.searchpath=[{search}]", *overrides])
     except OverrideParseException as error:
-        raise _override_problem(error.override, error.message) from error
+        raise override_problem(error.override, error.message) from error
     except YAMLError as error:
-        raise ConfigError(_yaml_problem(error)) from error
+        raise ConfigError(yaml_problem(error)) from error
     except (HydraException, OmegaConfBaseException, ValueError) as error:  # ValueError: a group set to null
         told = f"{error} {error.__cause__ or ''}"
         absent = re.search(r"Could not override '([^']*)'.*?Key '([^']*)' is not in struct", told, re.DOTALL)
@@ -107,59 +108,12 @@ def _compose(file: Path, confs: Sequence[Path], overrides: Sequence[str]) -> "Di
             key = absent[1] if meant else f"{absent[1]}.{absent[2]}"
             hint = f"to add it nevertheless: +{key}=VALUE"
             raise ConfigError(f"{key}: there is no such key{meant}", hint=hint) from error
-        raise _composition_problem(error, file) from error
-
-
-def _override_problem(text: str, told: str) -> ConfigError:
-    lines = [line.strip() for line in told.splitlines() if line.strip() and not line.strip().startswith("See http")]
-    why = "a character that needs quotes" if lines[-1] == "^" else lines[-1]
-    return ConfigError(f"override {text.removeprefix('++')}: {why}", hint=_GRAMMAR)
-
-
-_GRAMMAR = "write KEY=VALUE; quote values with blanks, commas or brackets: KEY='\"a, b\"'. Hydra's grammar applies"
+        raise composition_problem(error, file) from error
 
 
 def _quoted(text: str) -> str:
     escaped = text.replace("\\", "\\\\").replace("'", "\\'")
     return f"'{escaped}'"
-
-
-def _yaml_problem(error: Exception) -> str:
-    mark = getattr(error, "problem_mark", None)
-    where = f"{mark.name}:{mark.line + 1}:{mark.column + 1}" if mark else "YAML"
-    told = (getattr(error, "context", None), getattr(error, "problem", None))
-    return f"{where}: not valid YAML: {', '.join(part for part in told if part) or error}"
-
-
-def _composition_problem(error: Exception, file: Path) -> ConfigError:
-    """Hydra tells over several lines, with the folders that it searched, what fits in one."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if several := re.search(r"Ambiguous value for argument '(?:\+\+)?([^']*)'", str(error)):
-        return ConfigError(f"override {several[1]}: is several values; for a list write [a, b]")
-    if group := re.search(r"Could not override '([^']*)'\.\s+Did you mean to override ([^\s?]*)", str(error)):
-        text = f"override {group[1]}: the defaults of {file.name} have no such entry (did you mean '{group[2]}'?)"
-        return ConfigError(text, hint=f"to choose, {group[2]}=NAME; to add an entry, write it into the defaults")
-    if twice := re.search(r"Multiple values for ([^\s]*)\. To override", str(error)):
-        return ConfigError(f"{file.name}: defaults: '{twice[1]}' is there twice; leave one of them out")
-    missing = getattr(error, "missing_cfg_file", None)
-    if missing is not None:
-        options = list(getattr(error, "options", None) or [])
-        wanted = str(missing).rpartition("/")
-        text = f"{file.name}: no '{wanted[2]}' in group '{wanted[0]}'" if wanted[0] else f"{file.name}: no '{missing}'"
-        return ConfigError(text + near_miss(wanted[2], options, "options"))
-    cause = [line.strip() for line in str(error.__cause__ or "").splitlines() if line.strip()]
-    key = getattr(error.__cause__, "full_key", None) or getattr(error, "full_key", None)
-    told = " ".join([*lines[:1], *(line for line in cause[:1] if line not in lines[:1])])
-    if "Cannot merge DictConfig with ListConfig" in str(error) and not key:
-        return ConfigError(f"{file.name}: a key is a list here and a mapping in a group of the defaults, or reversed")
-    if key and "Cannot merge DictConfig with ListConfig" in told:
-        kinds = ("a list", "a mapping")  # what stands there, what the override gives
-        return ConfigError(f"{key}: must be {kinds['={' not in told]}, not {kinds['={' in told]}")
-    return ConfigError((f"{key}: " if key else f"{file.name}: ") + told)
-
-
-def _first_line(text: str) -> str:
-    return next((line.strip() for line in text.splitlines() if line.strip()), "cannot be read")
 
 
 def _made_up(config: "DictConfig", overrides: Sequence[str]) -> list[str]:
@@ -251,7 +205,7 @@ class _Resolution:
         try:
             parsed = OverridesParser.create().parse_overrides([f"{found['sign'] or ''}{rest[1:]}"])[0]
         except OverrideParseException as error:
-            raise _override_problem(text, error.message) from error
+            raise override_problem(text, error.message) from error
         if parsed.is_sweep_override():
             raise ConfigError(f"override {text}: is several values; for a list write [a, b]")
         path = tuple(parsed.key_or_group.split("."))
@@ -324,14 +278,14 @@ class _Resolution:
             value = parent[name]
             return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
         except InterpolationToMissingValueError as error:
-            missing = _first_line(str(error)).rpartition(" ")[2]
+            missing = first_line(str(error)).rpartition(" ")[2]
             raise ConfigError(f"'{raw}' refers to {missing}, which is required, and not set") from error
         except InterpolationKeyError as error:
             found = re.search(r"'([^']*)' not found", str(error))
             meant = _meant(self.config, found[1]) if found else ""
             raise ConfigError(f"'{raw}' refers to nothing{meant}") from error
         except OmegaConfBaseException as error:
-            raise ConfigError(f"'{raw}': {_first_line(str(error))}") from error
+            raise ConfigError(f"'{raw}': {first_line(str(error))}") from error
 
 
 def _meant(config: "DictConfig", key: str) -> str:
