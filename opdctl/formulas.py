@@ -74,6 +74,8 @@ def describe_rlvr(settings: RlvrSettings) -> str:
     if settings.kl.estimator != "none":
         sign, place = ("-", "reward") if settings.kl.placement == "reward" else ("+", "loss")
         extras.append(f"{place} {sign} {settings.kl.coef:g} KL(pi || pi_ref), {_KL[settings.kl.estimator]}")
+    if (grader := settings.grader) is not None:
+        extras.append(f"rewards of {', '.join(grader.tasks)} by a {grader.mode} judge ({grader.by})")
     if settings.effort is not None:
         extras.append(f"reward -1 if T(y) > tau b0(x), {_tau(settings.effort)}")
     if settings.overlong.handling == "mask":

@@ -93,6 +93,13 @@ def test_rlvr_shows_where_its_kl_goes(placement, shown):
     assert shown in rlvr(kl={"estimator": "k3", "coef": 0.05, "placement": placement})
 
 
+def test_rlvr_shows_who_judges():
+    verdicts = {"good": 1.0, "bad": 0.0}
+    judge = {"tasks": ["math"], "mode": "rubric", "by": "actor", "template": "{completion}", "verdicts": verdicts}
+    shown = rlvr(grader=judge | {"max_tokens": 3})
+    assert shown.endswith("mean over all tokens\nrewards of math by a rubric judge (actor)")
+
+
 def test_rlvr_shows_what_changes_its_rewards_and_groups():
     budget = {"samples": 4, "percentile": 50, "over": "finished", "effort": "max"}
     text = rlvr(
