@@ -13,6 +13,7 @@ from torch import Tensor
 
 from opdctl.errors import OpdctlError
 from opdctl.settings.policy_loss import (
+    Aggregation,
     CispoSurrogate,
     ClippedSurrogate,
     Dis,
@@ -27,7 +28,6 @@ from opdctl.settings.policy_loss import (
     weighs_by_current,
 )
 
-Aggregation = Literal["sequence_mean", "token_mean", "constant"]
 KlEstimator = Literal["k1", "k2", "k3"]
 
 

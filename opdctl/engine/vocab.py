@@ -14,7 +14,7 @@ Two kinds of function:
 Logits come in the dtype of the weights, as a sampler sees them; softmax and sums are at least in float32.
 """
 
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -31,8 +31,7 @@ from opdctl.engine.chunks import (
     weighted,
 )
 from opdctl.errors import OpdctlError
-
-Rest = Literal["correction", "lumped_tail"]  # what stands for the tokens outside the top-k
+from opdctl.settings.opd import Rest
 
 
 def token_logprobs(

@@ -32,7 +32,7 @@ class Grader(Settings):
 
     tasks: Annotated[list[str], Field(min_length=1)]  # whose completions it grades; the others keep their verifier
     mode: Literal["rubric", "pairwise"]  # pairwise: all pairs of a group, both ways round; the reward is the share won
-    by: Literal["actor", "model", "endpoint"]  # the policy under training, the input role `grader`, or a server
+    by: Literal["actor", "model", "endpoint"]  # the model that wrote them, the input role `grader`, or a server
     template: str
     verdicts: Annotated[dict[str, float], Field(min_length=2)]  # what the judge may write -> score
     max_tokens: Count  # of what the judge writes

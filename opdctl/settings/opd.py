@@ -30,12 +30,15 @@ class PolicyGradientOpd(Settings):
     margin: MarginCalibration | None = None
 
 
+Rest = Literal["correction", "lumped_tail"]  # what stands for the tokens outside the top-k: + C_k, or one token
+
+
 class TopKOpd(Settings):
-    """Reverse KL on the teacher's top-k. `rest`: what stands for the other tokens (correction: + C_k; lumped: one)."""
+    """Reverse KL on the teacher's top-k."""
 
     form: Literal["topk"]
     k: Count
-    rest: Literal["correction", "lumped_tail"] = "correction"
+    rest: Rest = "correction"
 
 
 class OverlapOpd(Settings):

@@ -100,3 +100,4 @@ def weighs_by_current(rule: Mismatch | None) -> bool:
 
 
 Baseline = Literal["mean", "mean_std", "leave_one_out", "leave_one_out_std"]
+Aggregation = Literal["sequence_mean", "token_mean", "constant"]

@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from opdctl.fields import Count, NonNegative, Positive, Settings
 from opdctl.settings.grading import Grader
-from opdctl.settings.policy_loss import Baseline, ClippedSurrogate, Mismatch, Surrogate
+from opdctl.settings.policy_loss import Aggregation, Baseline, ClippedSurrogate, Mismatch, Surrogate
 from opdctl.settings.train import Budget, OnPolicy
 
 
@@ -68,7 +68,7 @@ class RlvrSettings(OnPolicy):
     max_advantage: Positive | None = None  # advantages are clipped to +- this
     surrogate: Surrogate = ClippedSurrogate()
     mismatch: Mismatch | None = None
-    aggregation: Literal["sequence_mean", "token_mean", "constant"] = "token_mean"
+    aggregation: Aggregation = "token_mean"
     kl: Kl = Kl()
     dynamic_sampling: DynamicSampling | None = None
     overlong: Overlong = Overlong()

@@ -30,8 +30,9 @@ from opdctl.backends.verl.plugin.policy_losses import token_losses
 from opdctl.backends.verl.plugin.told import fail, told
 from opdctl.engine.chunks import CHUNK_BYTES
 from opdctl.engine.losses import opd_advantage
-from opdctl.engine.vocab import Rest, topk_chunk
+from opdctl.engine.vocab import topk_chunk
 from opdctl.errors import OpdctlError
+from opdctl.settings.opd import Rest
 
 POLICY_GRADIENT = "opdctl_policy_gradient"
 TOPK = "opdctl_reverse_kl_topk"
