@@ -100,7 +100,7 @@ def table(run: Results) -> Table:
     rows = [_row(contest, way.title, way.model, way.paper, way.stages, way.taught) for way in WAYS]
     again = {task: "teacher2" for task in contest.reports[0].domains("sft") if task != KEPT}
     routed = {task: f"{again.get(task, 'teacher')}[domain={task}]" for task in contest.reports[0].domains("sft")}
-    rows.append(_row(contest, "teachers of round 2", routed, 1.030, ("teacher2[*]",), True))
+    rows.append(_row(contest, "teachers of round 2", routed, 1.030, (PG, "teacher2[*]"), True))
     rows.append(_row(contest, "MOPD, round 2", "mopd2", 0.986, (PG, "teacher2[*]", "mopd2"), True))
     title = (
         f"Normalised scores (0: SFT, 1: the teachers of round 1), means of {len(contest.reports)} seeds with intervals"
