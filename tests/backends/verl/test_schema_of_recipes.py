@@ -1,4 +1,4 @@
-"""verl's own classes take what every packaged recipe would give them on eight GPUs."""
+"""verl's own classes take what every packaged recipe would give them on GPUs."""
 
 import os
 from dataclasses import replace
@@ -19,11 +19,14 @@ RECIPES = sorted(path.stem for path in (builtin_folder() / "pipelines").glob("*.
 
 
 def specs(workspace, recipe):
-    """Of the stages that verl trains; none where a capability's reason refuses the recipe at this scale."""
+    """Of the stages that verl trains; none where all that refuses the recipe is what only the embedded engine has."""
     overrides = ["scale=h200x8", "model=qwen3_8b", f"workers.verl.python={PYTHON}"]
+    overrides += ["machine.gpus=16"]  # Keye-VL's thirteen teachers are served beside the student
     try:
         pipeline = load_pipeline(recipe, overrides, workspace=workspace)
-    except ConfigError:
+    except ConfigError as refusal:
+        if any("backend: embedded" not in problem for problem in refusal.problems):
+            raise
         return []
     plan = make_plan(pipeline, Workspace(workspace).run(recipe))
     launcher = Launcher(plan, plan.stages, lambda text: None, fetch=False)
