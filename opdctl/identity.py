@@ -14,10 +14,13 @@ def identity(stage: Stage, inputs: Mapping[str, Any], data: Mapping[str, Any], r
     """All that the stage's result depends on, as plain data.
 
     `inputs` has the identity of each input by its `ref`, `data` the digests of a file task by the task's name,
-    `revision` is the backend's. Paths, resources, names for display and save intervals are left out.
+    `revision` is the backend's. Paths, resources, names for display, save intervals and a server's time limits are left
+    out.
     """
     config = stage.settings.config.model_dump(mode="json")
     config.get("train", config).pop("save_every", None)
+    if endpoint := (config.get("grader") or {}).get("endpoint"):
+        config["grader"]["endpoint"] = {"url": endpoint["url"], "model": endpoint["model"]}
     payload: dict[str, Any] = {
         "kind": stage.settings.kind,
         "backend": stage.settings.backend,

@@ -44,6 +44,19 @@ def test_identity_holds_what_changes_the_result(changes):
     assert _print(changes) != _print()
 
 
+def _judged(**endpoint):
+    judge = {"tasks": ["math"], "mode": "rubric", "by": "endpoint", "template": "{completion}"}
+    judge |= {"verdicts": {"good": 1.0, "bad": 0.0}, "max_tokens": 3}
+    there = {"url": "http://127.0.0.1:8000/v1", "model": "judge", **endpoint}
+    return _print({"stages.eval.config.grader": judge | {"endpoint": there}}, stage="eval")
+
+
+def test_patience_with_a_server_is_no_other_stage():
+    """A stage that a slow server failed goes on where it was, with a longer time limit."""
+    assert _judged(timeout_s=600, attempts=9, concurrent=1, key_variable="KEY") == _judged()
+    assert len({_print(stage="eval"), _judged(), _judged(model="other"), _judged(url="http://127.0.0.1:8001/v1")}) == 4
+
+
 def test_identity_holds_inputs_and_the_revision_of_the_backend():
     assert len({_print(), _print(revision="2"), _print(inputs={"stage:sft": "another"})}) == 3
 
