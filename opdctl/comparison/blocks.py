@@ -184,7 +184,7 @@ def _interval(block: Block) -> str:
         return f"{named}: {percent} intervals are Student's over {len(block.seeds)} seeds ({listed})"
     return (
         f"{named}: one seed ({block.seeds[0]}), so {percent} intervals are binomial, over the answers of its "
-        "evaluation, several to one prompt taken for independent, and say nothing about another seed"
+        "evaluation, and say nothing about another seed"
     )
 
 

@@ -196,20 +196,28 @@ class _Examiner:
         within = None
         if b0 is not None and self.settings.within is not None and effort is not None:
             tau = self.settings.within.tau[effort]
-            within = sum(
+            within = [
                 right and not over_budget(n, tau, b0[i // size])
                 for i, (right, n) in enumerate(zip(correct, lengths, strict=True))
-            )
+            ]
+        solved, inside = _by_prompt(correct, size), _by_prompt(within or [], size)
         counts = CellCounts(
             n=len(correct),
             correct=sum(correct),
-            within=within,
+            within=None if within is None else sum(within),
             length_sum=sum(lengths),
             truncated=finished.count(False),
+            group_size=size,
+            correct_squares=sum(c * c for c in solved),
+            within_squares=sum(c * c for c in inside),
         )
-        solved = [sum(correct[at : at + size]) for at in range(0, len(correct), size)]
         pass_k = {str(k): sum(pass_at_k(size, c, k) for c in solved) / len(solved) for k in self.settings.pass_k}
         return CellScore(counts, pass_k, graded.agreement(correct) if graded else None)
+
+
+def _by_prompt(right: Sequence[bool], size: int) -> list[int]:
+    """How many of each prompt's completions are right."""
+    return [sum(right[at : at + size]) for at in range(0, len(right), size)]
 
 
 def cell_name(task: str, effort: str | None) -> str:
@@ -283,10 +291,8 @@ def _describe(score: CellScore, confidence: float) -> dict[str, Any]:
     counts = score.counts
     return {
         **asdict(counts),
-        "accuracy": asdict(wilson_interval(counts.correct, counts.n, confidence)),
-        "within_budget": None
-        if counts.within is None
-        else asdict(wilson_interval(counts.within, counts.n, confidence)),
+        "accuracy": asdict(counts.estimate("accuracy", confidence)),
+        "within_budget": None if counts.within is None else asdict(counts.estimate("within", confidence)),
         "length_mean": counts.mean_length,
         "truncation_rate": counts.truncation_rate,
         "pass_k": score.pass_k,

@@ -1,6 +1,7 @@
 """Evaluation statistics: intervals, pass@k, the fusion table and the normalised score. Plain Python.
 
-Intervals treat samples as independent; several samples of one prompt are not, and make them too narrow.
+Intervals treat prompts as independent. Several completions of one prompt are not: they count for as many trials as the
+spread between prompts says (`CellCounts.trials`).
 """
 
 import math
@@ -32,10 +33,15 @@ class CellCounts:
     within: int | None  # right, finished and within the budget; None: no budget was asked for
     length_sum: int  # tokens, EOS included
     truncated: int  # without EOS at the completion limit
+    group_size: int = 1  # completions of a prompt
+    correct_squares: int = 0  # sum over prompts of the square of how many are right; read where group_size > 1
+    within_squares: int = 0
 
     def __post_init__(self) -> None:
         if self.n < 1 or not 0 <= self.correct <= self.n or not 0 <= (self.within or 0) <= self.correct:
             raise OpdctlError(f"impossible counts of a cell: {self}")
+        if self.n % self.group_size:
+            raise OpdctlError(f"{self.n} completions are not groups of {self.group_size}")
 
     def successes(self, metric: Metric) -> int:
         if metric == "accuracy":
@@ -43,6 +49,22 @@ class CellCounts:
         if self.within is None:
             raise OpdctlError("within-budget accuracy is asked for and no budget was", hint="set config.within")
         return self.within
+
+    def trials(self, metric: Metric) -> float:
+        """Independent trials that the completions are worth: p (1 - p) / v, v the variance of the mean over prompts
+        of each prompt's rate; no fewer than the prompts, no more than the completions (Kish's design effect)."""
+        prompts, rate = self.n // self.group_size, self.successes(metric) / self.n
+        if self.group_size == 1 or prompts == 1 or rate in (0.0, 1.0):
+            return prompts
+        squares = self.correct_squares if metric == "accuracy" else self.within_squares
+        between = (squares / self.group_size**2 - prompts * rate**2) / (prompts - 1)
+        worth = self.n if between <= 0 else rate * (1 - rate) * prompts / between
+        return min(max(worth, prompts), self.n)
+
+    def estimate(self, metric: Metric, confidence: float) -> Estimate:
+        """The rate with Wilson's interval for so many `trials`."""
+        trials = self.trials(metric)
+        return wilson_interval(self.successes(metric) / self.n * trials, trials, confidence)
 
     @property
     def mean_length(self) -> float:
@@ -53,7 +75,7 @@ class CellCounts:
         return self.truncated / self.n
 
 
-def wilson_interval(successes: int, n: int, confidence: float = 0.95) -> Estimate:
+def wilson_interval(successes: float, n: float, confidence: float = 0.95) -> Estimate:
     """Wilson's score interval of a proportion of `n` >= 1 trials: inside [0, 1], of use at 0 and n successes too."""
     if not 0 <= successes <= n or n < 1:
         raise OpdctlError(f"{successes} successes of {n} trials are not a proportion")
@@ -254,7 +276,7 @@ def _row(
     confidence: float,
 ) -> FusionRow:
     def estimate(counts: CellCounts) -> Estimate:
-        return wilson_interval(counts.successes(metric), counts.n, confidence)
+        return counts.estimate(metric, confidence)
 
     taught = {label: estimate(cells[cell]) for label, cells in teachers.items()}
     # of equals the routed one, then the first
