@@ -22,8 +22,9 @@ Each pipeline follows a published recipe on generated tasks with a model of 151 
 report claims, what was measured here, and whether the one shows in the other: *yes*, *no*, or *not decided* where the
 interval of the measurement holds both answers or the report gives nothing to compare with. A *no* says that a claim
 does not show at this scale, not that the report is wrong. Rates are of prompts held out by hash. Intervals are of
-95 %, over prompts: several answers to one prompt count for as much as the spread between prompts says. What is faithful
-to a report and what is not stands at the head of each pipeline file.
+95 %, over prompts: several answers to one prompt count for as much as the spread between prompts says. What comes
+without an interval (costs, curves, pass@k, spreads) is judged by its value, of one seed but in the contest. What is
+faithful to a report and what is not stands at the head of each pipeline file.
 """
 
 
