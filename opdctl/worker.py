@@ -1,7 +1,7 @@
 """The child process: carries out one stage from spec.json and leaves result.json.
 
-Exit codes: 0 done, 1 an error that the user can act on, 3 a bug (error.json says which, the log has the traceback),
-75 stopped on request with its state saved.
+Exit codes: 0 done, 1 an error that the user can act on, 3 a bug, 75 stopped on request with its state saved.
+error.json says what went wrong; the log has the traceback, unless an error of opdctl's own says all there is.
 """
 
 import contextlib
@@ -77,7 +77,8 @@ def _carry_out(backend: str, spec_path: Path, attempt: Attempt) -> int:
         return EXIT_STOPPED
     except OpdctlError as error:
         tell_failure(attempt, str(error), error.hint)
-        _print_traceback()
+        if error.__cause__ is not None:  # else the message says all there is, and calls would only hide it
+            _print_traceback()
         return EXIT_FAILED
     except Exception as error:
         told = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]

@@ -93,6 +93,16 @@ def test_a_worker_without_the_result_it_owes_has_failed(workspace, knob, told):
     assert toy.stage(wanted, "sft").record() is None
 
 
+def test_a_refusal_comes_without_a_traceback(workspace):
+    notes = toy.Notes()
+    wanted = toy.pipeline({"sft": toy.sft(task="odd")}, knobs={"odd": {"refuse_at": 2}})
+    toy.run(wanted, reporter=notes)
+    [(_, message, tail)] = notes.of("failed")
+    assert "loss is nan at step 3" in message
+    assert "Traceback" not in tail
+    assert "Traceback" not in toy.stage(wanted, "sft").attempts()[-1].log.read_text()
+
+
 def test_an_evaluation_without_a_report_has_failed(workspace):
     wanted = toy.pipeline(
         {"sft": toy.sft(), "eval": toy.evaluation("stage:sft", task="bare")}, knobs={"bare": {"no_weights": 1}}
