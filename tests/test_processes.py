@@ -89,8 +89,12 @@ def test_the_watcher_ends_everything_once_its_worker_was_killed(attempt):
     )
     with subprocess.Popen([sys.executable, "-c", code, attempt], stdout=subprocess.PIPE, text=True) as worker:
         temp = Path(worker.stdout.readline().strip())
-        assert processes.find(attempt)
+        deadline = time.monotonic() + 30
+        while not processes.find(attempt) and time.monotonic() < deadline:  # what is being started shows itself late
+            time.sleep(0.05)
+        found = processes.find(attempt)
         worker.kill()
+    assert found
     deadline = time.monotonic() + 30
     while processes.left(attempt):
         assert time.monotonic() < deadline
