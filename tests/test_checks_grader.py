@@ -23,6 +23,11 @@ GROUP = "stages.eval.config.rollout.group_size"
 JUDGE = {f"stages.{stage}.inputs.grader": "stage:sft" for stage in ("max", "eval")}
 GRADE = {"task": "grade", "chain": {"task": "chain", "domain": "math"}}
 
+
+def at(url):
+    return RUBRIC | {"by": "endpoint", "endpoint": {"url": url, "model": "m"}}
+
+
 BAD = [
     ({RL: RUBRIC | {"tasks": ["maths"]}}, RL + ".tasks", "the stage reads no task 'maths' (did you mean 'math'?"),
     ({EVAL: EXAM | {"by": "model"}}, "stages.eval.inputs.grader", "required, and not set: config.grader.by is model"),
@@ -36,6 +41,8 @@ BAD = [
     ({RL: RUBRIC | {"template": "{completion!z}"}}, RL, "template: {completion} is filled in as it is"),
     ({RL: RUBRIC | {"template": "{completion:d}"}}, RL, "template: {completion} is filled in as it is"),
     ({RL: RUBRIC | {"by": "endpoint"}}, RL, "by: endpoint needs `endpoint`"),
+    ({RL: at("ftp://127.0.0.1/v1")}, RL + ".endpoint", "url: must begin with http:// or https://"),
+    ({RL: at("http://me:pass@127.0.0.1/v1")}, RL + ".endpoint", "url: has a user or a password in it"),
     ({RL: RUBRIC | {"endpoint": SERVER["endpoint"]}}, RL, "by: actor has no use for `endpoint`"),
     ({EVAL: EXAM, "stages.eval.backend": "vllm"}, EVAL + ".by", "actor: vLLM is loaded for the models"),
     ({RL: RUBRIC | SERVER, "stages.max.backend": "verl"}, RL, "verl's rewards come from the tasks'"),
@@ -60,6 +67,12 @@ def filled(changes):
         return text.get(value, value) if isinstance(value, str) else value
 
     return walk(changes)
+
+
+def test_a_password_in_a_url_is_not_repeated():
+    with pytest.raises(ConfigError) as caught:
+        expand(tree(filled({RL: at("http://me:s3cret@127.0.0.1/v1")})))
+    assert "s3cret" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("changes", "key", "text"), BAD, ids=[f"{key}: {text}"[:80] for _, key, text in BAD])

@@ -1,5 +1,6 @@
 """Generative rewards: a language model judges what no rule can."""
 
+import re
 import string
 from typing import Annotated, Literal
 
@@ -14,12 +15,23 @@ COMMON = ("prompt", "answer")  # what it may show: the task's prompt, and an ans
 class Endpoint(Settings):
     """A server that speaks OpenAI's completions API, such as `vllm serve`."""
 
-    url: Annotated[str, Field(pattern=r"^https?://[^@\s]+$")]  # up to and with /v1; no password in it
+    url: str  # up to and with /v1
     model: str
     key_variable: str = ""  # environment variable that holds the API key; the key itself is written nowhere
     timeout_s: Positive = 60.0  # of one request
     attempts: Count = 5  # a request is repeated, ever later, where the server is busy (429), fails (5xx) or is silent
     concurrent: Count = 8  # requests under way at once
+
+    @model_validator(mode="after")
+    def _plain(self) -> "Endpoint":
+        # of the whole, so that no message repeats what may be a password
+        if "@" in self.url:
+            raise ValueError(
+                "url: has a user or a password in it; name the environment variable of the key: key_variable"
+            )
+        if not re.match(r"https?://\S+$", self.url):
+            raise ValueError("url: must begin with http:// or https:// and have no blanks")
+        return self
 
 
 class Grader(Settings):

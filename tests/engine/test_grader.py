@@ -201,8 +201,8 @@ def test_agreement_of_a_tournament_is_over_the_pairs_that_the_rule_tells_apart()
         ({"mode": "pairwise", "template": "{first} {second}", "verdicts": {"a": 2.0, "b": 0.0}}, "from 0 to 1"),
         ({"by": "endpoint"}, "needs `endpoint`"),
         ({"endpoint": {"url": "http://x/v1", "model": "m"}}, "no use for `endpoint`"),
-        ({"by": "endpoint", "endpoint": {"url": "file:///etc/passwd", "model": "m"}}, "endpoint.url"),
-        ({"by": "endpoint", "endpoint": {"url": "http://user:key@x/v1", "model": "m"}}, "endpoint.url"),
+        ({"by": "endpoint", "endpoint": {"url": "file:///etc/passwd", "model": "m"}}, "must begin with http"),
+        ({"by": "endpoint", "endpoint": {"url": "http://user:key@x/v1", "model": "m"}}, "a user or a password"),
     ],
 )
 def test_settings_that_contradict_themselves_are_refused(changes, told):
