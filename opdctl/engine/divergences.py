@@ -91,13 +91,17 @@ def overlap_advantage(
         # by a mark on the teacher's tokens: comparing all pairs would take k * k a token
         marked_CV = scratch("work", len(own_CV)).zero_().scatter_(-1, theirs.indices, 1.0)
         shared_CK = marked_CV.gather(-1, own.indices) > 0
-        gap_CK = theirs_CV.gather(-1, own.indices) - own.values
-        # exp(log p - the largest), so that a far tail does not vanish before it is renormalised
-        mass_CK = own.values.masked_fill(~shared_CK, -math.inf)
-        mass_CK = torch.nan_to_num(mass_CK.softmax(-1))  # softmax of nothing but -inf is nan
-        advantages.append((mass_CK * gap_CK.masked_fill(~shared_CK, 0.0)).sum(-1))
+        advantages.append(overlap_chunk(own.values, theirs_CV.gather(-1, own.indices), shared_CK))
         sizes.append(shared_CK.sum(-1).to(own_CV.dtype))
     return torch.cat(advantages), torch.cat(sizes)
+
+
+def overlap_chunk(own_CK: Tensor, theirs_CK: Tensor, shared_CK: Tensor) -> Tensor:
+    """A_C of `overlap_advantage` from log p and log q of the policy's top-k; `shared_CK`: in the teacher's too."""
+    # softmax takes the largest off, so that a far tail does not vanish before it is renormalised
+    mass_CK = own_CK.masked_fill(~shared_CK, -math.inf).softmax(-1)
+    mass_CK = torch.nan_to_num(mass_CK)  # softmax of nothing but -inf is nan
+    return (mass_CK * (theirs_CK - own_CK).masked_fill(~shared_CK, 0.0)).sum(-1)
 
 
 def _loss(

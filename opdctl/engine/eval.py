@@ -58,7 +58,7 @@ def run(spec: StageSpec, control: Control, opener: Opener | None = None) -> Stag
     `opener` opens a model for as long as it is asked; absent: in this process. One is open at a time.
     """
     settings = EvalSettings.model_validate(spec.config)
-    models = [given for given in spec.inputs if given.role not in ("budget", "grader")]
+    models = _examined(spec)
     examiner = _Examiner(spec, settings, models, opener or in_this_process(spec, settings.rollout))
     scores: dict[str, dict[str, CellScore]] = {}
     for number, model in enumerate(models):
@@ -215,6 +215,11 @@ class _Examiner:
         return CellScore(counts, pass_k, graded.agreement(correct) if graded else None)
 
 
+def _examined(spec: StageSpec) -> list[InputSpec]:
+    """The models to score; the others only help."""
+    return [given for given in spec.inputs if given.role not in ("budget", "grader")]
+
+
 def _by_prompt(right: Sequence[bool], size: int) -> list[int]:
     """How many of each prompt's completions are right."""
     return [sum(right[at : at + size]) for at in range(0, len(right), size)]
@@ -278,7 +283,7 @@ def _report(
     report = {
         "cells": cells,
         "confidence": settings.confidence,
-        "roles": {given.label: given.role for given in spec.inputs if given.role not in ("budget", "grader")},
+        "roles": {given.label: given.role for given in _examined(spec)},
         "models": described,
         "means": {label: _means(of) for label, of in scores.items()},
         "fusion": [table.as_json() for table in tables],

@@ -116,6 +116,13 @@ DOMAINS: Mapping[str, Domain] = {
 }
 
 
+def named_rng(name: str, split: Split, seed: int, block: int) -> np.random.Generator:
+    """Random numbers of a block for a task that is built on a chain, its own whatever the chain draws."""
+    return np.random.default_rng(
+        np.random.SeedSequence([seed % 2**64, STREAMS[split], zlib.crc32(name.encode()), block])
+    )
+
+
 class ChainStream:
     """The task of one domain. `Prompt.answer` is (start state, operations)."""
 

@@ -8,15 +8,12 @@ translations (arXiv 2509.05209).
 A demonstration is one more answer by the writer: SFT teaches the form, and no better an answer than a candidate's.
 """
 
-import zlib
 from collections.abc import Sequence
 from functools import lru_cache
 
-import numpy as np  # noqa: TID253 (this module is imported by `load_task` alone, in a worker)
-
 from opdctl.settings import EffortSettings, FuseTask
 from opdctl.tasks import Demonstration, Prompt, Split, Verdict, first_group, in_effort
-from opdctl.tasks.chain import BLOCK, STREAMS, ChainStream
+from opdctl.tasks.chain import BLOCK, ChainStream, named_rng
 from opdctl.tasks.grade import COLON, in_the_place
 
 TOKEN = "<fuse>"
@@ -55,8 +52,7 @@ class FuseStream:
         return self._block(split, seed, row // BLOCK, effort)[row % BLOCK]
 
     def _draw(self, split: Split, seed: int, block: int, effort: str | None) -> list[Demonstration]:
-        words = [seed % 2**64, STREAMS[split], zlib.crc32(self.name.encode()), block]
-        rng = np.random.default_rng(np.random.SeedSequence(words))
+        rng = named_rng(self.name, split, seed, block)
         problems = self.chain.prompts(split, seed, block * BLOCK, BLOCK, effort)
         attempts = self.chain.attempts(rng, problems, self.candidates + 1, effort)
         rows = []

@@ -12,16 +12,13 @@ Only problems are asked that the writer got right and wrong within TRIES attempt
 is shown: half of the labels are `yes`, and the problem alone says nothing about its label.
 """
 
-import zlib
 from collections.abc import Sequence
 from functools import lru_cache
-
-import numpy as np  # noqa: TID253 (this module is imported by `load_task` alone, in a worker)
 
 from opdctl.errors import ConfigError
 from opdctl.settings import EffortSettings, GradeTask
 from opdctl.tasks import Demonstration, Prompt, Split, Verdict, first_group, in_effort
-from opdctl.tasks.chain import BLOCK, STREAMS, ChainStream
+from opdctl.tasks.chain import BLOCK, ChainStream, named_rng
 
 TRIES = 8  # attempts at a problem
 PATIENCE = 32  # blocks of problems looked at for one block of rows: a writer who is hardly ever wrong fills none
@@ -60,8 +57,7 @@ class GradeStream:
         return str(prompt.answer if self.steps else prompt.answer.split()[-1])
 
     def _draw(self, split: Split, seed: int, block: int, effort: str | None) -> list[Prompt]:
-        words = [seed % 2**64, STREAMS[split], zlib.crc32(self.name.encode()), block]
-        rng = np.random.default_rng(np.random.SeedSequence(words))
+        rng = named_rng(self.name, split, seed, block)
         rows: list[Prompt] = []
         for part in range(block * PATIENCE, (block + 1) * PATIENCE):
             problems = self.chain.prompts(split, seed, part * BLOCK, BLOCK, effort)

@@ -1,6 +1,6 @@
 """What a report says, what was measured here, and whether the one shows in the other."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from opdctl.engine.scores import Estimate
@@ -54,3 +54,13 @@ def points(estimate: Estimate | float) -> str:
     if not isinstance(estimate, Estimate):
         return f"{100 * estimate:+.1f} points"
     return f"{100 * estimate.value:+.1f} points ({100 * estimate.low:.1f} to {100 * estimate.high:.1f})"
+
+
+def listed(differences: Mapping[str, Estimate]) -> str:
+    """`general.max +4.2 points (2.1 to 6.3); coding_agents.max ...`"""
+    return "; ".join(f"{name} {points(difference)}" for name, difference in differences.items())
+
+
+def lowest(differences: Mapping[str, Estimate]) -> Estimate:
+    """The one with the smallest value: what has to hold of it holds of all."""
+    return min(differences.values(), key=lambda difference: difference.value)

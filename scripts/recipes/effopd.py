@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from opdctl.engine.weights import read_weights
-from scripts.recipes.claim import Claim, Table, kept, percent, points
+from scripts.recipes.claim import Claim, Table, kept, listed, lowest, percent
 from scripts.recipes.results import Results, first_step
 
 PACES = ("fast", "slow")
@@ -21,8 +21,8 @@ def claims(run: Results) -> list[Claim]:
         *(_saved(run, pace) for pace in PACES),
         Claim(
             "The final score is about that of the whole distillation.",
-            "; ".join(f"{pace} {points(change)}" for pace, change in final.items()),
-            kept(min(final.values(), key=lambda change: change.value)),
+            listed(final),
+            kept(lowest(final)),
         ),
         _early(run),
     ]

@@ -1,6 +1,6 @@
 """GLM-5: what a cascade of RL stages forgets, and what cross-stage distillation brings back."""
 
-from scripts.recipes.claim import Claim, Table, above, percent, points
+from scripts.recipes.claim import Claim, Table, above, listed, percent, points
 from scripts.recipes.results import Results
 
 STAGES = {"reasoning": "general", "agentic": "coding_agents", "general_rl": "general_agents"}  # -> the domain it trains
@@ -21,15 +21,12 @@ def claims(run: Results) -> list[Claim]:
         ),
         Claim(
             "Stages in sequence forget what earlier ones taught; the last stage is there to bring it back. No numbers.",
-            "at the end of the cascade each had lost " + "; ".join(f"{s} {points(d)}" for s, d in lost.items()),
+            "at the end of the cascade each had lost " + listed(lost),
             above(max(lost.values(), key=lambda difference: difference.value)),
         ),
         Claim(
             "Cross-stage distillation recovers the skills of the earlier stages.",
-            "over the end of the cascade "
-            + "; ".join(f"{s} {points(d)}" for s, d in regained.items())
-            + "; against the stage's own checkpoint "
-            + "; ".join(f"{s} {points(d)}" for s, d in left.items()),
+            "over the end of the cascade " + listed(regained) + "; against the stage's own checkpoint " + listed(left),
             above(max(regained.values(), key=lambda difference: difference.value)),
         ),
         Claim(

@@ -1,9 +1,6 @@
 """LongCat-Flash-Thinking: experts trained apart, fused in weight space, then short general RL."""
 
-from collections.abc import Mapping
-
-from opdctl.engine.scores import Estimate
-from scripts.recipes.claim import Claim, above, kept, percent, points
+from scripts.recipes.claim import Claim, above, kept, listed, lowest, percent, points
 from scripts.recipes.results import Results
 
 
@@ -22,13 +19,13 @@ def claims(run: Results) -> list[Claim]:
         Claim(
             "The fused model is about as good as the best expert everywhere, or better: tau2 70.3 -> 70.6, "
             "LiveCodeBench 78.0 -> 80.1, AIME24 93.6 -> 94.3, HMMT 84.8 -> 85.4.",
-            "before general RL, against each domain's expert: " + _listed(fused),
-            kept(min(fused.values(), key=lambda difference: difference.value)),
+            "before general RL, against each domain's expert: " + listed(fused),
+            kept(lowest(fused)),
         ),
         Claim(
             "Short general RL after the fusion loses nothing of the experts.",
-            f"{points(report.gain('general_rl', 'fused'))} by general RL; against the experts: {_listed(final)}",
-            kept(min(final.values(), key=lambda difference: difference.value)),
+            f"{points(report.gain('general_rl', 'fused'))} by general RL; against the experts: {listed(final)}",
+            kept(lowest(final)),
         ),
         Claim(
             "Fusion needs no training: it costs nothing beside the RL that it replaces.",
@@ -37,7 +34,3 @@ def claims(run: Results) -> list[Claim]:
             run.cost("fused") < 0.1 * run.cost("expert[*]"),
         ),
     ]
-
-
-def _listed(differences: Mapping[str, Estimate]) -> str:
-    return "; ".join(f"{cell} {points(difference)}" for cell, difference in differences.items())

@@ -1,6 +1,6 @@
 """MiMo-V2-Flash: teachers of three kinds, and an outcome reward beside them."""
 
-from scripts.recipes.claim import Claim, above, kept, percent, points
+from scripts.recipes.claim import Claim, above, kept, lowest, percent, points
 from scripts.recipes.results import Results
 
 TEACHERS = {"general.high": "rl_teacher", "coding_agents.high": "sft_teacher", "general_agents.high": "itself"}
@@ -24,7 +24,7 @@ def claims(run: Results) -> list[Claim]:
             "The student reaches its best teacher, or passes it, in most domains; it loses to the SFT teacher in "
             "search (51.7 to 45.4).",
             "; ".join(f"against {TEACHERS[cell]} at {cell} {points(change)}" for cell, change in against.items()),
-            kept(min(against.values(), key=lambda change: change.value)),
+            kept(lowest(against)),
         ),
         Claim(
             "Teachers beat the outcome reward alone: AIME25 about 93.5 against 86 after 50 steps of as many samples.",

@@ -3,7 +3,7 @@
 import json
 
 from opdctl.records import SELECTION
-from scripts.recipes.claim import Claim, above, kept, percent, points
+from scripts.recipes.claim import Claim, above, kept, listed, lowest, percent, points
 from scripts.recipes.results import Results
 
 
@@ -36,8 +36,8 @@ def claims(run: Results) -> list[Claim]:
         ),
         Claim(
             "It recovers the teachers' level.",
-            "; ".join(f"{cell} {points(change)}" for cell, change in against.items()),
-            kept(min(against.values(), key=lambda change: change.value)),
+            listed(against),
+            kept(lowest(against)),
         ),
         Claim(
             "Code RL afterwards adds to its domain.",

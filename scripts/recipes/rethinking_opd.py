@@ -3,7 +3,7 @@
 from statistics import fmean
 
 from opdctl.engine.scores import Estimate
-from scripts.recipes.claim import MARGIN, Claim, Table, above, opposite, percent, points
+from scripts.recipes.claim import MARGIN, Claim, Table, above, listed, lowest, opposite, percent, points
 from scripts.recipes.results import Results
 
 ASKED, OTHER = "general.max", "general.high"  # prompts as in the compatible teacher's RL, and others
@@ -64,9 +64,8 @@ def _conditions(run: Results) -> list[Claim]:
         Claim(
             "Patterns of thought must be compatible: an equally good teacher of another pattern teaches less.",
             f"teachers {percent(report.score('near', [ASKED]))} and {percent(report.score('distant', [ASKED]))}; the "
-            "compatible one's student is ahead by "
-            + "; ".join(f"{form} {points(difference)}" for form, difference in apart.items()),
-            above(min(apart.values(), key=lambda difference: difference.value)),
+            "compatible one's student is ahead by " + listed(apart),
+            above(lowest(apart)),
         ),
         Claim(
             "The teacher must know something new: without that nothing is gained, compatible or not.",
@@ -90,7 +89,7 @@ def _remedies(run: Results) -> list[Claim]:
             "A cold start by SFT on its answers recovers distillation from the incompatible teacher.",
             f"{percent(report.score('cold', [ASKED]))} after the cold start alone; with it against without: "
             + "; ".join(f"{form} {points(gain)}, overlap {_arrow(start[form])}" for form, gain in cold.items()),
-            above(min(cold.values(), key=lambda gain: gain.value)),
+            above(lowest(cold)),
         ),
         Claim(
             "Prompts as in the teacher's own training teach more than others.",

@@ -1,7 +1,7 @@
 """UI-TARS-2: agents of one SFT checkpoint, interpolated."""
 
 from opdctl.engine.scores import Estimate
-from scripts.recipes.claim import Claim, above, kept, percent, points
+from scripts.recipes.claim import Claim, above, kept, listed, lowest, percent, points
 from scripts.recipes.results import Report, Results
 
 
@@ -21,8 +21,8 @@ def claims(run: Results) -> list[Claim]:
         ),
         Claim(
             "The merged model keeps the strength of each agent in its own environment. The report has no table of it.",
-            "; ".join(f"{cell} {points(difference)}" for cell, difference in lost.items()) + " against its agent",
-            kept(min(lost.values(), key=lambda difference: difference.value)),
+            listed(lost) + " against its agent",
+            kept(lowest(lost)),
         ),
         Claim(
             "It does well in all environments, where each agent is made for one.",

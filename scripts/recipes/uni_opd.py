@@ -2,7 +2,7 @@
 
 from statistics import fmean
 
-from scripts.recipes.claim import Claim, Table, above, kept, percent, points
+from scripts.recipes.claim import Claim, Table, above, kept, listed, lowest, percent, points
 from scripts.recipes.results import Report, Results
 
 PLAIN, CALIBRATED, BALANCED, BOTH = (f"student[recipe={name}]" for name in ("plain", "calibrated", "balanced", "both"))
@@ -51,9 +51,8 @@ def claims(run: Results) -> list[Claim]:
         Claim("Both together make it better.", *_gain(report, BOTH)),
         Claim(
             "One student takes over what its teachers can.",
-            "with both, against each teacher in its own domain "
-            + "; ".join(f"{cell} {points(change)}" for cell, change in against.items()),
-            kept(min(against.values(), key=lambda change: change.value)),
+            "with both, against each teacher in its own domain " + listed(against),
+            kept(lowest(against)),
         ),
     ]
 

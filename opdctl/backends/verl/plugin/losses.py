@@ -29,6 +29,7 @@ from opdctl.backends.verl.layout import ROUTE
 from opdctl.backends.verl.plugin.policy_losses import token_losses
 from opdctl.backends.verl.plugin.told import fail, told
 from opdctl.engine.chunks import CHUNK_BYTES
+from opdctl.engine.divergences import overlap_chunk
 from opdctl.engine.losses import opd_advantage
 from opdctl.engine.vocab import topk_chunk
 from opdctl.errors import OpdctlError
@@ -232,8 +233,7 @@ def overlap_of_logits(
         same_CKK = own.indices[:, :, None] == ids_NK[rows][:, None, :]
         shared_CK = same_CKK.any(-1)
         theirs_CK = (same_CKK * teacher_NK[rows][:, None, :]).sum(-1)
-        weights_CK = torch.nan_to_num(own.values.masked_fill(~shared_CK, -math.inf).softmax(-1))  # none shared: nan
-        advantages.append((weights_CK * (theirs_CK - own.values).masked_fill(~shared_CK, 0.0)).sum(-1))
+        advantages.append(overlap_chunk(own.values, theirs_CK, shared_CK))
         shares.append(shared_CK.float().mean(-1))
     outputs = (torch.cat(advantages), torch.cat(shares))
     return {name: value[None] for name, value in zip(_OVERLAP_OUTPUTS, outputs, strict=True)}
