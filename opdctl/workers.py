@@ -65,6 +65,7 @@ class Resources(Settings):
     cpus: Count = 1  # also the number of threads
     gpus: Annotated[int, Field(ge=0)] = 0
     micro_batch_tokens: Count = 16_384  # tokens of one forward and backward pass
+    gradient_checkpointing: bool = False  # activations are computed again for the backward pass: less memory, more time
     resident_teachers: Count = 2  # opd: teachers in memory at once; cached: heads, 2 at most
     teacher_states: Literal["direct", "cached"] = "direct"  # cached: their last hidden states lie on disk
     verl: VerlResources = VerlResources()  # read by stages with backend: verl

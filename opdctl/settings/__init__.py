@@ -68,7 +68,7 @@ from opdctl.settings.task import (
     TaskSettings,
     UndoTask,
 )
-from opdctl.settings.train import Budget, Mixture, Optimizer, Rollout, Train
+from opdctl.settings.train import Budget, Journal, Lora, Mixture, Optimizer, Partial, Rollout, Train, Turns
 from opdctl.workers import Machine, Resources
 
 __all__ = [
@@ -103,8 +103,10 @@ __all__ = [
     "IcePop",
     "InputValue",
     "JsdOpd",
+    "Journal",
     "Kl",
     "LogRatioClip",
+    "Lora",
     "Machine",
     "MarginCalibration",
     "MergeSettings",
@@ -121,6 +123,7 @@ __all__ = [
     "Optimizer",
     "OverlapOpd",
     "Overlong",
+    "Partial",
     "PipelineSettings",
     "PolicyGradientOpd",
     "Qwen3Shape",
@@ -145,6 +148,7 @@ __all__ = [
     "TopKOpd",
     "Tracking",
     "Train",
+    "Turns",
     "UndoTask",
     "UpdateExtrapolation",
     "WeightedInput",

@@ -37,10 +37,11 @@ class NewModel(Settings):
 
 
 class FolderModel(Settings):
-    """A folder in Hugging Face format with safetensors weights, or `hf:REPO@REVISION`."""
+    """A folder in Hugging Face format with safetensors weights (`path:DIR`), one of the Hugging Face hub
+    (`hf:REPO@REVISION`), or a GGUF file (`gguf:FILE`), which is imported once."""
 
     source: Literal["folder"]
-    ref: Annotated[str, Field(pattern=r"^(path|hf):.+$")]
+    ref: Annotated[str, Field(pattern=r"^(path|hf|gguf):.+$")]
 
 
 ModelSettings = Annotated[NewModel | FolderModel, Field(discriminator="source")]

@@ -21,12 +21,22 @@ class Optimizer(Settings):
     max_grad_norm: Positive = 1.0
 
 
+class Lora(Settings):
+    """Low-rank adapters: W + alpha / rank * B A, of which A and B are trained. Published merged, the adapter beside it.
+    Source: arXiv:2106.09685. No dropout: a policy never drops out."""
+
+    rank: Count
+    alpha: Positive
+    targets: list[str] = []  # last parts of the names of linear layers; empty: all but the output matrix
+
+
 class Train(Settings):
     max_steps: Count  # optimizer steps
     global_batch_size: Count  # sequences per optimizer step
     optimizer: Optimizer
     precision: Literal["float32", "bfloat16"] = "float32"  # of the weights while training and as published
     save_every: Count = 20  # optimizer steps between two saves of the recovery state
+    lora: Lora | None = None
 
 
 class Mixture(Settings):
@@ -38,6 +48,28 @@ class Mixture(Settings):
     distinct: Count | None = None  # prompts of a task and effort, used again and again; absent: as many as there are
 
 
+class Turns(Settings):
+    """Of tasks with an environment. `rollout.max_completion_tokens` bounds all turns, observations included."""
+
+    max_turns: Count  # what the model writes; the environment answers between them
+    max_turn_tokens: Count  # of one turn of the model
+    max_observation_tokens: Count  # a longer observation is cut, and says so
+
+
+class Partial(Settings):
+    """Partial rollouts: once `done_fraction` of a batch's completions have ended, the others wait, and are continued
+    first in the next batch. Source: Kimi k1.5, arXiv:2501.12599, section 2.6."""
+
+    done_fraction: Annotated[float, Field(gt=0, lt=1)]
+    max_staleness: Count  # batches that a completion may wait; then it is drawn to its end
+
+
+class Journal(Settings):
+    """Write-ahead log of a rollout phase: a killed one goes on with its unfinished completions."""
+
+    every_tokens: Count  # between two entries; caches are built anew at each
+
+
 class Rollout(Settings):
     prompts: Count  # prompts per rollout batch
     group_size: Count = 1  # completions per prompt
@@ -46,6 +78,9 @@ class Rollout(Settings):
     temperature: Positive = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=0)] = 0  # 0: off
+    turns: Turns | None = None
+    partial: Partial | None = None
+    journal: Journal | None = None
 
 
 class OnPolicy(Settings):

@@ -26,12 +26,29 @@ class Prompt:
     messages: Sequence[Mapping[str, str]] = ()  # for template `chat`: what the tokenizer's template renders
     group: int = 0  # equal for rows that share a long prefix: they are batched side by side
     images: Sequence[str] = ()  # absolute paths, one for each <image> in the messages
+    tools: Sequence[Mapping[str, Any]] = ()  # JSON schemas that the chat template shows to the model
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    name: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What a model writes, and what its environment answers; the last one gets no answer."""
+
+    text: str
+    calls: Sequence[ToolCall] = ()  # written after the text, in the model's own format
+    observation: str = ""
 
 
 @dataclass(frozen=True)
 class Demonstration:
     prompt: Prompt
     completion: str
+    turns: Sequence[Turn] = ()  # of an episode; then `completion` is ""
 
 
 @dataclass(frozen=True)
