@@ -52,8 +52,18 @@ def missing(settings: AnyStage, inputs: Sequence[Input], pipeline: PipelineSetti
         yield from _images(settings, {name: pipeline.tasks.get(name) for name in settings.config.data.tasks})
     if isinstance(settings, EvalStage) and settings.backend == "vllm" and settings.config.grader is not None:
         yield from _grader(settings.config.grader)
+    if isinstance(settings, EvalStage) and settings.config.divergence:
+        yield from _divergence(settings, inputs)
     if settings.verl and settings.backend != "verl":
         yield "verl", f"raw overrides are for backend: verl, and this stage has backend: {settings.backend}"
+
+
+def _divergence(settings: EvalStage, inputs: Sequence[Input]) -> Iterator[Problem]:
+    if settings.backend == "vllm":
+        yield "config.divergence", "vLLM does not give the whole distribution: needs backend: embedded"
+    for role in ("before", "teachers", "after"):
+        if not any(given.role == role for given in inputs):
+            yield "config.divergence", f"compares students with their teachers: needs the input role {role} too"
 
 
 def _grader(grader: Grader) -> Iterator[Problem]:

@@ -71,7 +71,12 @@ def damaged(path: Path, error: Exception) -> StageRefused:
 
 def write_whole(path: Path, value: Any) -> None:
     """JSON that readers see whole or not at all."""
+    write_text(path, json.dumps(value, indent=1, sort_keys=True) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """The same for any text."""
     path.parent.mkdir(parents=True, exist_ok=True)
     staging = path.with_name(path.name + ".part")
-    staging.write_text(json.dumps(value, indent=1, sort_keys=True) + "\n")
+    staging.write_text(text)
     os.replace(staging, path)

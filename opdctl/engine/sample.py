@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from opdctl.backends.contract import Control, StageResult, StageSpec, Stopped
-from opdctl.engine.eval import Candidate, Opener, cell_name, in_this_process
+from opdctl.engine.eval import Candidate, Opener, in_this_process
+from opdctl.engine.eval_report import cell_name
 from opdctl.engine.loop import Metrics, open_tasks, role
 from opdctl.engine.recovery import damaged, write_whole
 from opdctl.engine.rows import Mixer, Row, judge, roll, stream_seed

@@ -23,6 +23,7 @@ class EvalSettings(Settings):
     within: EvalBudget | None = None
     confidence: Annotated[float, Field(gt=0, lt=1)] = 0.95
     seed: Seed = 99  # of the held-out prompts: the same for every seed of the recipe
+    precision: Literal["float32", "bfloat16"] = "float32"  # of the weights while they are asked
     divergence: bool = False  # per-token KL of every student to its routed teachers, on what `before` wrote
     grader: Grader | None = None  # grades beside the verifiers: the report tells how far it agrees with them
 
