@@ -261,5 +261,6 @@ def test_a_stopped_evaluation_keeps_what_it_has_scored(tmp_path, start, other):
         run(cut, Recorder(1))
     kept = {path: path.stat().st_mtime_ns for path in Path(cut.state).iterdir()}
     run(cut)
-    assert Path(cut.output, "report.json").read_text() == Path(whole.output, "report.json").read_text()
+    for name in ("report.json", "outcomes.jsonl"):
+        assert Path(cut.output, name).read_text() == Path(whole.output, name).read_text()
     assert all(path.stat().st_mtime_ns == when for path, when in kept.items())

@@ -1,0 +1,74 @@
+"""What an evaluation publishes beside its report: each completion's outcome, and the distance to the teachers."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from engine.models import tiny_policy
+from engine.stages import MODEL, ROLLOUT, run, spec_of
+
+from opdctl.backends.contract import InputSpec
+from opdctl.engine.batch import Sequence
+from opdctl.engine.checkpoint import new_policy, save_policy
+from opdctl.engine.distance import mean_divergence
+from opdctl.settings import NewModel
+
+
+@pytest.fixture
+def models(tmp_path):
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for seed, folder in enumerate(folders):
+        save_policy(*new_policy(NewModel.model_validate(MODEL), seed), folder, dtype=torch.float32)
+    return folders
+
+
+def exam(folder, inputs, **more):
+    config = {"data": {"tasks": ["math", "code"]}, "rollout": ROLLOUT | {"prompts": 6, "group_size": 2}, **more}
+    return spec_of(folder, "eval", config, inputs)
+
+
+def test_outcomes_add_up_to_the_report(tmp_path, models):
+    spec = exam(
+        tmp_path / "eval", [InputSpec("models", name, str(folder)) for name, folder in zip("ab", models, strict=True)]
+    )
+    run(spec)
+    report = json.loads(Path(spec.output, "report.json").read_text())
+    lines = [json.loads(line) for line in Path(spec.output, "outcomes.jsonl").read_text().splitlines()]
+    assert len(lines) == 2 * 2 * 6 * 2
+    for model in "ab":
+        for cell, counts in report["models"][model].items():
+            own = [line for line in lines if (line["model"], line["cell"]) == (model, cell)]
+            assert [(line["problem"], line["sample"]) for line in own] == [(i, g) for i in range(6) for g in range(2)]
+            assert sum(line["correct"] for line in own) == counts["correct"]
+            assert sum(line["tokens"] for line in own) == counts["length_sum"]
+
+
+def test_the_divergence_is_zero_to_oneself_and_positive_to_another(tmp_path, models):
+    one, two = map(str, models)
+    teachers = [InputSpec("teachers", f"t-{domain}", two, {"domain": domain}) for domain in ("math", "code")]
+    inputs = [InputSpec("before", "sft", one), *teachers, InputSpec("after", "mopd", two)]
+    spec = exam(tmp_path / "eval", inputs, divergence=True)
+    metrics = run(spec).metrics
+    found = json.loads(Path(spec.output, "report.json").read_text())["divergence"]
+    for cell in ("math", "code"):
+        assert found["mopd"][cell] == pytest.approx(0, abs=1e-9)
+        assert found["sft"][cell] > 0.01
+        assert metrics[f"sft/{cell}/divergence"] == found["sft"][cell]
+
+
+@torch.no_grad()
+def test_the_mean_divergence_is_the_sum_over_the_vocabulary():
+    policy, teacher = tiny_policy(0)[0], tiny_policy(1)[0]
+    sequences = [Sequence((1, 5), (7, 9, 2)), Sequence((1, 4, 6), (8, 2))]
+    expected, tokens = 0.0, 0
+    for sequence in sequences:
+        for at in range(len(sequence.completion)):
+            seen = Sequence((*sequence.prompt, *sequence.completion[:at]), (0,))
+            p, q = (
+                (model.hidden(model.batch([seen])) @ model.head().T).log_softmax(-1)[0] for model in (policy, teacher)
+            )
+            expected += sum(float(p[v].exp() * (p[v] - q[v])) for v in range(len(p)))
+            tokens += 1
+    for budget in (4, 1000):
+        assert mean_divergence(policy, teacher, sequences, budget) == pytest.approx(expected / tokens, rel=1e-5)
