@@ -30,19 +30,16 @@ def prompt_text(tokenizer: Tokenizer, prompt: Prompt) -> str:
     return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **shown))
 
 
-def observation_ids(
-    tokenizer: Tokenizer, eos_ids: Sequence[int], observation: str, max_tokens: int, ended: bool
-) -> list[int]:
-    """Tokens between the model's turn and its next one.
+def observation_ids(tokenizer: Tokenizer, eos_ids: Sequence[int], observation: str, max_tokens: int) -> list[int]:
+    """Tokens between the EOS of the model's turn and its next turn.
 
     With a chat template: the rest of its end of turn, the observation as role `tool` (`user` where the template knows
-    no tools), and what begins the model's turn. Without one: the observation alone. `ended`: the model wrote its EOS;
-    else that comes first. An observation of more than `max_tokens` tokens is cut, and says so where the vocabulary can.
+    no tools), and what begins the model's turn. Without one: the observation alone. An observation of more than
+    `max_tokens` tokens is cut, and says so where the vocabulary can.
     """
     observation = _plain(tokenizer, _cut(tokenizer, observation, max_tokens))
-    end = [] if ended else [eos_ids[0]]
     if not tokenizer.chat_template:
-        return [*end, *encode(tokenizer, observation)]
+        return encode(tokenizer, observation)
     role = "tool" if shows_tools(tokenizer.chat_template) else "user"
     turns = [
         {"role": "user", "content": "?"},
@@ -55,7 +52,7 @@ def observation_ids(
         if after.startswith(token):
             after = after.removeprefix(token)
             break
-    return [*end, *encode(tokenizer, after)]
+    return encode(tokenizer, after)
 
 
 def _cut(tokenizer: Tokenizer, text: str, max_tokens: int) -> str:
