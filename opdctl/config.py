@@ -14,7 +14,7 @@ from opdctl.composition import composition_problem, first_line, override_problem
 from opdctl.errors import ConfigError
 from opdctl.pipeline import Pipeline, expand
 from opdctl.references import near_miss
-from opdctl.settings import FileTask
+from opdctl.settings import FileTask, PublicTask
 from opdctl.templates import InstanceOverride, Late, marker
 from opdctl.validation import BROKEN
 
@@ -337,9 +337,18 @@ def _missing_files(pipeline: Pipeline) -> Iterator[str]:
     for name, task in tasks.items():
         for key in ("path", "eval_path") if isinstance(task, FileTask) else ():
             given = getattr(task, key)
-            if given is not None and not (pipeline.folder / given).is_file():
-                yield f"tasks.{name}.{key}: no such file: {given}"
-    folders: dict[str, str] = {}
+            if given is None:
+                continue
+            try:
+                if "*" not in given and not (pipeline.folder / given).exists():
+                    raise ConfigError(f"tasks.{name}.{key}: no such file: {given}")
+                data_files(pipeline.folder / given, f"tasks.{name}.{key}")
+            except ConfigError as error:
+                yield f"{error} ({error.hint})" if error.hint else str(error)
+        for file in task.files().values() if isinstance(task, PublicTask) else ():
+            if not (pipeline.folder / file).is_file():
+                yield f"tasks.{name}.path: no such file: {file}"
+    models: dict[tuple[str, str], str] = {}
     for stage in pipeline.stages.values():
         for item in stage.inputs:
             if item.kind == "path":

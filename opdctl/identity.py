@@ -7,7 +7,7 @@ from typing import Any
 
 from opdctl.checks import used_efforts
 from opdctl.pipeline import Stage
-from opdctl.settings import FileTask
+from opdctl.settings import FileTask, PublicTask
 
 
 def identity(stage: Stage, inputs: Mapping[str, Any], data: Mapping[str, Any], revision: str) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def identity(stage: Stage, inputs: Mapping[str, Any], data: Mapping[str, Any], r
 
 def _task_identity(name: str, task: Any, data: Mapping[str, Any]) -> dict[str, Any]:
     plain: dict[str, Any] = task.model_dump(mode="json")
-    if isinstance(task, FileTask):
+    if isinstance(task, FileTask | PublicTask) and task.path is not None:
         plain = {key: value for key, value in plain.items() if key not in ("path", "eval_path")}
         plain["data"] = data[name]
     return plain

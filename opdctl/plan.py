@@ -13,7 +13,7 @@ from opdctl.formulas import describe_merge, describe_opd, describe_rlvr
 from opdctl.identity import fingerprint, identity
 from opdctl.pipeline import Pipeline, Stage
 from opdctl.references import Addresses
-from opdctl.settings import AnyStage, FileTask, OpdSettings, RlvrSettings, SampleSettings, SftSettings
+from opdctl.settings import AnyStage, FileTask, OpdSettings, PublicTask, RlvrSettings, SampleSettings, SftSettings
 from opdctl.settings.merge import MergeSettings
 from opdctl.store import Parent, Record, RunDir, StageDir
 
@@ -161,10 +161,16 @@ class _Planner:
                     inputs[given.ref] = self.digests.model(self.pipeline.folder / given.target)
                 case "hf":
                     inputs[given.ref] = given.ref
-        data = {name: self._data(name, t) for name, t in stage.settings.tasks.items() if isinstance(t, FileTask)}
+        data = {
+            name: self._data(name, t)
+            for name, t in stage.settings.tasks.items()
+            if isinstance(t, FileTask | PublicTask)
+        }
         return identity(stage, inputs, data, BACKENDS[stage.settings.backend].REVISION)
 
-    def _data(self, name: str, task: FileTask) -> Any:
+    def _data(self, name: str, task: FileTask | PublicTask) -> Any:
+        if isinstance(task, PublicTask):
+            return {file: self.digests.file(self.pipeline.folder / path) for file, path in task.files().items()}
         if name not in self.data:
             from opdctl.tasks.files import data_digest
 

@@ -37,6 +37,7 @@ from opdctl.settings.policy_loss import (
     Surrogate,
     Tis,
 )
+from opdctl.settings.public_task import PublicTask, WordProblemTask
 from opdctl.settings.rlvr import DynamicSampling, EffortBudget, Kl, Overlong, RlvrSettings
 from opdctl.settings.sample import SampleSettings
 from opdctl.settings.sft import SftSettings
@@ -153,4 +154,6 @@ __all__ = [
     "UpdateExtrapolation",
     "WeightedInput",
     "WordTokenizer",
+    "PublicTask",
+    "WordProblemTask",
 ]

@@ -7,6 +7,7 @@ from pydantic import Discriminator, Field, Tag
 
 from opdctl.fields import Count, Fraction, Name, Seed, Settings
 
+from opdctl.settings.public_task import WordProblemTask
 
 class ChainTask(Settings):
     """Generated chains of operations with a verifiable result (`opdctl/tasks/chain.py`)."""
@@ -81,7 +82,7 @@ def _task_tag(value: Any) -> Any:
     return value.get("task", "file") if isinstance(value, dict) else value.task
 
 
-AnyTask = ChainTask | UndoTask | GradeTask | FuseTask | FactsTask | FileTask
+AnyTask = ChainTask | UndoTask | GradeTask | FuseTask | FactsTask | FileTask | WordProblemTask
 TASKS: Mapping[str, type[AnyTask]] = {
     "chain": ChainTask,
     "undo": UndoTask,
@@ -96,7 +97,8 @@ TaskSettings = Annotated[
     | Annotated[GradeTask, Tag("grade")]
     | Annotated[FuseTask, Tag("fuse")]
     | Annotated[FactsTask, Tag("facts")]
-    | Annotated[FileTask, Tag("file")],
+    | Annotated[FileTask, Tag("file")]
+    | Annotated[WordProblemTask, Tag("word_problems")],
     Discriminator(_task_tag),
 ]
 
@@ -106,3 +108,4 @@ class EffortSettings(Settings):
 
     by: Literal["control_token", "system_prompt"]
     levels: Annotated[dict[Name, str], Field(min_length=1)]  # level -> token or system prompt, lowest effort first
+    "word_problems": WordProblemTask,

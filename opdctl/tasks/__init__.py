@@ -11,7 +11,17 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from opdctl.errors import ConfigError
-from opdctl.settings import AnyTask, ChainTask, EffortSettings, FactsTask, FileTask, FuseTask, GradeTask, UndoTask
+from opdctl.settings import (
+    AnyTask,
+    ChainTask,
+    EffortSettings,
+    FactsTask,
+    FileTask,
+    FuseTask,
+    GradeTask,
+    UndoTask,
+    WordProblemTask,
+)
 
 Split = Literal["train", "eval"]
 
@@ -154,6 +164,10 @@ def load_verifier(
 ) -> Callable[[Prompt, str], Verdict]:
     """`verify` of the task called `name`; the rows of a file are not read."""
     if isinstance(settings, FileTask):
+        case WordProblemTask():
+            from opdctl.tasks.word_problems import WordProblems
+
+            return WordProblems(name, settings, efforts, workspace)
         from opdctl.tasks.files import row_verifier
 
         return row_verifier(name, settings, workspace)
