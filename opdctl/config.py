@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from opdctl.composition import composition_problem, first_line, override_problem, yaml_problem
 from opdctl.errors import ConfigError
+from opdctl.fetch import MODELS, MODELS_FOLDER
 from opdctl.pipeline import Pipeline, expand
 from opdctl.references import near_miss
 from opdctl.settings import FileTask, PublicTask
+from opdctl.tasks.shards import data_files
 from opdctl.templates import InstanceOverride, Late, marker
 from opdctl.validation import BROKEN
 
@@ -351,10 +353,15 @@ def _missing_files(pipeline: Pipeline) -> Iterator[str]:
     models: dict[tuple[str, str], str] = {}
     for stage in pipeline.stages.values():
         for item in stage.inputs:
-            if item.kind == "path":
-                folders.setdefault(item.target, f"stages.{stage.name}.inputs.{item.role}")
-    for folder, key in folders.items():
-        if not (pipeline.folder / folder).is_dir():
-            yield f"{key}: no such folder: {folder}"
+            if item.kind in ("path", "gguf"):
+                models.setdefault((item.kind, item.target), f"stages.{stage.name}.inputs.{item.role}")
+    for (kind, folder), key in models.items():
+        if kind == "gguf":
+            if not (pipeline.folder / folder).is_file():
+                yield f"{key}: no such file: {folder}"
+        elif not (pipeline.folder / folder).is_dir():
+            name = Path(folder).name
+            makes = name in MODELS and Path(folder).parent.name == MODELS_FOLDER
+            yield f"{key}: no such folder: {folder}" + (f" (opdctl model fetch {name} makes it)" if makes else "")
         elif not (pipeline.folder / folder / "config.json").is_file():
             yield f"{key}: {folder} is no model in Hugging Face format: it has no config.json"

@@ -9,6 +9,7 @@ from typing import Any, cast
 from opdctl.backends import BACKENDS, embedded
 from opdctl.backends.contract import InputSpec, StageSpec
 from opdctl.errors import StageRefused
+from opdctl.fetch import gguf_folder, imported_gguf
 from opdctl.plan import Plan, PlannedStage
 from opdctl.references import Input
 from opdctl.settings import AnyTask, NewModel
@@ -16,14 +17,14 @@ from opdctl.store import Attempt, Parent
 
 
 class Launcher:
-    """For the stages of a plan that are going to run. Models from the Hugging Face hub are downloaded at once, unless
-    `fetch` is false: then the repository's name stands for the folder."""
+    """For the stages of a plan that are going to run. Models of the Hugging Face hub are downloaded and GGUF files
+    imported at once, unless `fetch` is false: then the repository's name, or the folder to be, stands for the model."""
 
     def __init__(
         self, plan: Plan, items: Sequence[PlannedStage], report: Callable[[str], None], *, fetch: bool = True
     ) -> None:
         self._run, self._pipeline, self._items = plan.run, plan.pipeline, items
-        self._outside = _outside_models(items, plan.pipeline.folder, report, fetch)
+        self._outside = _outside_models(items, plan, report, fetch)
         kinds = {item.stage.settings.kind for item in items if BACKENDS[item.stage.settings.backend] is embedded}
         self.preload = ["opdctl.worker", *(embedded.KINDS[kind] for kind in sorted(kinds))]  # what workers import
 
@@ -111,18 +112,25 @@ class Launcher:
 
 
 def _outside_models(
-    items: Iterable[PlannedStage], folder: Path, report: Callable[[str], None], fetch: bool
+    items: Iterable[PlannedStage], plan: Plan, report: Callable[[str], None], fetch: bool
 ) -> dict[str, str]:
     """Reference -> folder, of models that no stage makes."""
     found: dict[str, str] = {}
-    for given in (given for item in items for given in item.stage.inputs):
-        if given.kind == "path":
-            found[given.ref] = str((folder / given.target).resolve())
-        elif given.kind == "hf" and not fetch:
-            found[given.ref] = given.target.partition("@")[0]
-        elif given.kind == "hf" and given.ref not in found:
-            report(f"fetching {given.ref}")
-            found[given.ref] = _download(given.target)
+    folder, digests = plan.pipeline.folder, plan.run.workspace.digests()
+    for given in {given.ref: given for item in items for given in item.stage.inputs}.values():
+        match given.kind:
+            case "path":
+                found[given.ref] = str((folder / given.target).resolve())
+            case "gguf":
+                file = folder / given.target
+                digest = digests.file(file)
+                made = imported_gguf(file, digest, folder, report) if fetch else gguf_folder(folder, digest)
+                found[given.ref] = str(made.resolve())
+            case "hf" if not fetch:
+                found[given.ref] = given.target.partition("@")[0]
+            case "hf":
+                report(f"fetching {given.ref}")
+                found[given.ref] = _download(given.target)
     return found
 
 

@@ -159,6 +159,8 @@ class _Planner:
                     inputs[given.ref] = self.pipeline.settings.model.model_dump(mode="json")
                 case "path":
                     inputs[given.ref] = self.digests.model(self.pipeline.folder / given.target)
+                case "gguf":
+                    inputs[given.ref] = {"gguf": self.digests.file(self.pipeline.folder / given.target)}
                 case "hf":
                     inputs[given.ref] = given.ref
         data = {

@@ -22,7 +22,7 @@ class Parent:
 
     role: str
     label: str
-    ref: str  # stage:NAME, model:, path:DIR, hf:REPO@REVISION
+    ref: str  # stage:NAME, model:, path:DIR, hf:REPO@REVISION, gguf:FILE
     record_id: str | None = None  # of the checkpoint that was read; None for models from outside
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from opdctl.errors import ConfigError
 from opdctl.settings import FolderModel, Foreach, ModelSettings, RoundInput, WeightedInput
 
-InputKind = Literal["stage", "model", "path", "hf"]
+InputKind = Literal["stage", "model", "path", "hf", "gguf"]
 Problem = tuple[str, str]  # key below the stage, what is wrong
 
 ONE: Mapping[str, tuple[str, ...]] = {
@@ -34,7 +34,9 @@ MANY: Mapping[str, tuple[str, ...]] = {
 ROUND = "round"  # the axis of inputs with `first` and `then`
 SEED = "seed"  # the axis that `seeds` adds
 _SEEDED = re.compile(rf"\[{SEED}=(-?\d+)\]|,{SEED}=(-?\d+)(?=[,\]])|(?<=\[){SEED}=(-?\d+),")
-FORMS = "stage:NAME, stage:NAME[axis=value], stage:NAME[*] (lists only), model:, path:DIR or hf:REPO@REVISION"
+FORMS = (
+    "stage:NAME, stage:NAME[axis=value], stage:NAME[*] (lists only), model:, path:DIR, hf:REPO@REVISION or gguf:FILE"
+)
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Input:
 
     role: str
     kind: InputKind
-    target: str  # a stage's name; "" for a new model; a folder; REPO@REVISION
+    target: str  # a stage's name; "" for a new model; a folder or file; REPO@REVISION
     route: Mapping[str, str]
     weight: float
     label: str
@@ -186,6 +188,8 @@ def parse_reference(ref: str, model: ModelSettings | None) -> tuple[InputKind, s
             return "stage", target
         case "path" if target:
             return "path", target
+        case "gguf" if target:
+            return "gguf", target
         case "hf" if re.fullmatch(r"[\w.-]+(/[\w.-]+)?@[\w./-]+", target):
             return "hf", target
         case "hf":

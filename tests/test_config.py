@@ -258,6 +258,16 @@ def test_files_that_are_not_there_are_told_at_once(files):
     assert str(files) in told.hint
 
 
+def test_a_model_that_can_be_fetched_is_told_with_the_command(files):
+    told = refused('stages.base.inputs.init="path:models/smollm2_135m"').problems
+    assert told == [
+        "stages.base.inputs.init: no such folder: models/smollm2_135m (opdctl model fetch smollm2_135m makes it)"
+    ]
+    assert refused('stages.base.inputs.init="gguf:no.gguf"').problems == [
+        "stages.base.inputs.init: no such file: no.gguf"
+    ]
+
+
 def test_yaml_makes_no_objects(files):
     (files / "pipelines" / "evil.yaml").write_text("name: !!python/object/apply:os.system ['touch made']\n")
     assert "not valid YAML" in str(refused(path="pipelines/evil.yaml"))

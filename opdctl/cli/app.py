@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from opdctl.cli import carry_out, compare, inspect, logs, surroundings
+from opdctl.cli import carry_out, compare, inspect, logs, model, surroundings
 from opdctl.cli.options import Invocation
 
 app = typer.Typer(
@@ -61,6 +61,7 @@ for _command in (
     surroundings.doctor,
 ):
     app.command()(_command)
+app.add_typer(model.app, name="model")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
