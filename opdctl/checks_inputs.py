@@ -6,8 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from opdctl.references import Input, Problem, near_miss
 from opdctl.settings import (
     AnyStage,
+    AnyTask,
     EvalSettings,
     EvalStage,
+    FileTask,
     Mixture,
     OpdSettings,
     OpdStage,
@@ -42,7 +44,12 @@ def route_columns(settings: AnyStage, pipeline: PipelineSettings) -> list[str]:
 def _file_columns(settings: AnyStage, pipeline: PipelineSettings) -> list[str]:
     data = mixture(settings)
     named = [pipeline.tasks.get(name) for name in (data.tasks if data else ())]
-    return list(dict.fromkeys(column for task in named for column in getattr(task, "columns", [])))
+    return list(dict.fromkeys(column for task in named for column in _further(task)))
+
+
+def _further(task: AnyTask | None) -> list[str]:
+    """Columns of a task's rows beside STATIC_COLUMNS."""
+    return [*task.columns, *task.constants] if isinstance(task, FileTask) else []
 
 
 def check_roles(settings: AnyStage, inputs: Sequence[Input]) -> Iterator[Problem]:
@@ -186,7 +193,7 @@ def check_route_columns(settings: OpdStage, pipeline: PipelineSettings) -> Itera
             yield "config.route_by", f"rows have no column '{column}'" + near_miss(column, known, "columns")
         for name in settings.config.data.tasks if column not in STATIC_COLUMNS else ():
             task = pipeline.tasks.get(name)
-            if column in known and column not in getattr(task, "columns", []):
+            if column in known and column not in _further(task):
                 yield "config.route_by", f"tasks.{name}.columns does not have '{column}'"
 
 

@@ -1,13 +1,14 @@
 """Tasks, and how a prompt asks for an effort."""
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from opdctl.fields import Count, Fraction, Name, Seed, Settings
-
 from opdctl.settings.public_task import WordProblemTask
+
 
 class ChainTask(Settings):
     """Generated chains of operations with a verifiable result (`opdctl/tasks/chain.py`)."""
@@ -60,14 +61,24 @@ class FactsTask(Settings):
 
 
 class FileTask(Settings):
-    """A user's own rows (`opdctl/tasks/files.py`)."""
+    """A user's own rows (`opdctl/tasks/files.py`).
+
+    A column is named as the file has it, or by a path into it: `doc.question`, `answers.text.0`.
+    """
 
     task: Literal["file"] = "file"
-    path: str  # JSONL or parquet; relative to the workspace
+    # JSONL or parquet, a folder of such shards or of the `datasets` library, or a pattern: data/train-*.parquet;
+    # relative to the workspace
+    path: str
     prompt: str  # column with the prompt: text, or a list of messages {role, content}
-    answer: str  # column with the reference answer
-    completion: str | None = None  # column to imitate in SFT; without it SFT imitates `answer`
+    answer: str | None = None  # column with the reference answer; without it the completion is
+    # column to imitate in SFT; without it SFT imitates `answer`. The column of `prompt` again: the last message, which
+    # then is the assistant's
+    completion: str | None = None
     verifier: str  # exact, numeric, regex, math_verify or pkg.module:function
+    answer_pattern: str | None = None  # what of `answer` counts: the group of its last match, as in "#### (.*)"
+    values: dict[str, dict[str, str]] = {}  # column -> value -> the text it stands for; another value is refused
+    constants: dict[str, str] = {}  # further columns that are alike in all rows
     system: str = ""  # system prompt for every row (chat template only)
     template: Literal["raw", "chat"] = "raw"  # chat: the tokenizer's chat template, which must exist
     columns: list[str] = []  # further columns that teachers may be routed by
@@ -75,7 +86,24 @@ class FileTask(Settings):
     # paths, not what the images show: give changed ones other names
     images: str | None = None
     held_out: Fraction = 0.1  # share of the rows kept for evaluation, by content hash
-    eval_path: str | None = None  # a file of its own for evaluation; then nothing is held out of `path`
+    eval_path: str | None = None  # rows of their own for evaluation; then nothing is held out of `path`
+
+    @model_validator(mode="after")
+    def _answered(self) -> "FileTask":
+        if self.answer is None and self.completion is None:
+            raise ValueError("needs answer, completion or both: what is right, and what SFT imitates")
+        return self
+
+    @field_validator("answer_pattern")
+    @classmethod
+    def _one_group(cls, pattern: str | None) -> str | None:
+        try:
+            groups = re.compile(pattern or "()").groups
+        except re.error as error:
+            raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
+        if groups != 1:
+            raise ValueError(f"{pattern!r} has {groups} groups; it needs one, around the answer")
+        return pattern
 
 
 def _task_tag(value: Any) -> Any:
@@ -90,6 +118,7 @@ TASKS: Mapping[str, type[AnyTask]] = {
     "fuse": FuseTask,
     "facts": FactsTask,
     "file": FileTask,
+    "word_problems": WordProblemTask,
 }
 TaskSettings = Annotated[
     Annotated[ChainTask, Tag("chain")]
@@ -108,4 +137,3 @@ class EffortSettings(Settings):
 
     by: Literal["control_token", "system_prompt"]
     levels: Annotated[dict[Name, str], Field(min_length=1)]  # level -> token or system prompt, lowest effort first
-    "word_problems": WordProblemTask,

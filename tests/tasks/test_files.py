@@ -279,7 +279,7 @@ def test_all_bad_rows_are_named_up_to_ten(tmp_path):
 
 @pytest.mark.parametrize(
     ("file", "message"),
-    [("none.jsonl", "tasks.sums.path: no file .*none.jsonl"), ("rows.csv", "is neither .jsonl nor .parquet")],
+    [("none.jsonl", "tasks.sums.path: no file .*none.jsonl"), ("rows.csv", "is none of .jsonl, .parquet, .arrow")],
 )
 def test_a_missing_file_or_another_format_is_refused(tmp_path, file, message):
     with pytest.raises(ConfigError, match=message) as caught:
@@ -287,9 +287,9 @@ def test_a_missing_file_or_another_format_is_refused(tmp_path, file, message):
     assert caught.value.hint
 
 
-def test_a_folder_in_place_of_a_file_is_refused(tmp_path):
+def test_a_folder_without_rows_is_refused(tmp_path):
     (tmp_path / "rows.jsonl").mkdir()
-    with pytest.raises(ConfigError, match="no file"):
+    with pytest.raises(ConfigError, match="has no .jsonl, .parquet, .arrow in it, but nothing"):
         task(tmp_path, rows=None)
 
 
@@ -355,7 +355,7 @@ def test_the_digest_names_every_file_that_the_task_depends_on(tmp_path):
 
 def test_the_digest_of_a_missing_file_is_refused(tmp_path):
     settings = FileTask(path="none.jsonl", prompt="q", answer="a", verifier="json:dumps")
-    with pytest.raises(ConfigError, match=r"none.jsonl: No such file"):
+    with pytest.raises(ConfigError, match=r"no file .*none.jsonl"):
         data_digest(settings, tmp_path)
 
 
@@ -367,3 +367,16 @@ def test_load_task_makes_rows_of_a_file(tmp_path):
     path = write(tmp_path / "rows.jsonl", ROWS)
     settings = FileTask(path=str(path), prompt="question", answer="result", verifier="numeric")
     assert isinstance(load_task("sums", settings, None), FileRows)
+
+
+def test_every_window_of_an_epoch_has_its_share_of_each_column(tmp_path):
+    kinds = ["common"] * 700 + ["rare"] * 60 + ["other"] * 240
+    rows = [{"question": f"q{n}", "result": n, "kind": kind} for n, kind in enumerate(kinds)]
+    split = task(tmp_path, rows, columns=["kind"], held_out=0.0)
+    seen = [prompt.columns["kind"] for prompt in split.prompts("train", 5, 0, 2000)]
+    for kind in set(kinds):
+        share = kinds.count(kind) / len(kinds)
+        for start in range(1950):
+            found = seen[start : start + 50].count(kind)
+            assert abs(found - 50 * share) <= 2 + (start < 1000 < start + 50), (kind, start, found)  # two epochs meet
+    assert sorted(texts(split.prompts("train", 5, 0, 1000))) == sorted(f"q{n}" for n in range(1000))
