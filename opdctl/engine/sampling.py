@@ -1,32 +1,50 @@
-"""Batched generation with a key-value cache, and the exact probabilities of what was drawn.
+"""Batches of completions: how they are drawn, paused and continued, and the exact probabilities of what was drawn.
 
-Legend: B rows (prompt-major), A rows still in the cache, P prompt columns, T steps, M draws, E EOS ids, N tokens of
-all completions, D hidden size, V vocabulary.
+Legend: B completions, T steps, N tokens of all completions.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import count
 from typing import Protocol, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from opdctl.engine.batch import Sequence as Tokens
+from opdctl.engine.decoding import Distribution, Part, draw, uniforms
 from opdctl.engine.policy import Policy
 from opdctl.errors import OpdctlError
+from opdctl.tasks import Verdict
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_DENSE = 0.75  # finished rows are dropped once fewer than this share is alive: dropping copies the cache
-_CHUNK = 1 << 24  # logits looked at in one go, in float64: 128 MiB
+
+@dataclass(frozen=True)
+class Episode:
+    """What came of several turns in an environment."""
+
+    verdict: Verdict
+    counts: Mapping[str, float]  # turns, observation_tokens, and what the environment counts
 
 
 @dataclass(frozen=True)
 class Completions:
-    """Prompt-major; the N axis is their concatenation."""
+    """Prompt-major; the N axis is the concatenation of the tokens that the model wrote."""
 
     completions: list[list[int]]  # the EOS token included
-    finished: list[bool]  # ended by EOS, not by the limit
+    finished: list[bool]  # ended by EOS, an episode by its environment; not by a limit
     sampling_logprobs_N: Tensor  # float32: under the distribution the token was drawn from
+    learned: list[tuple[bool, ...] | None] = field(default_factory=list, kw_only=True)  # as Sequence's; empty: all None
+    episodes: list[Episode | None] = field(default_factory=list, kw_only=True)  # None: one turn; empty: all None
+
+    @property
+    def counted(self) -> list[int]:
+        """Of each completion the tokens that the model wrote."""
+        masks = self.learned or [None] * len(self.completions)
+        return [len(ids) if own is None else sum(own) for ids, own in zip(self.completions, masks, strict=True)]
+
+    def sequence(self, i: int, prompt: Sequence[int], group: int) -> Tokens:
+        """Completion i after its prompt, for a batch."""
+        return Tokens(tuple(prompt), tuple(self.completions[i]), group, self.learned[i] if self.learned else None)
 
 
 @dataclass(frozen=True)
@@ -34,6 +52,7 @@ class Rollout(Completions):
     entropy_N: Tensor  # float32, nats: of the distribution the token was drawn from
 
 
+Drawn = TypeVar("Drawn", bound=Completions)
 Drawn_co = TypeVar("Drawn_co", bound=Completions, covariant=True)
 
 
@@ -58,27 +77,94 @@ class Generate(Protocol[Drawn_co]):
     ) -> Drawn_co: ...
 
 
+def gather(
+    calls: Sequence[Drawn],
+    picks: Sequence[Sequence[tuple[int, int]]],
+    *,
+    completions: list[list[int]],
+    finished: list[bool],
+    learned: list[tuple[bool, ...] | None],
+    episodes: list[Episode | None],
+) -> Drawn:
+    """Completions put together from pieces of several calls: what the model wrote of completion i are the completions
+    `picks[i]`, each (number of a call, number of a completion in it), one after another."""
+    counted = [call.counted for call in calls]
+    tensors: dict[str, Tensor] = {}
+    for name in (own.name for own in fields(calls[0]) if own.name.endswith("_N")):
+        pieces = [getattr(call, name).split(lengths) for call, lengths in zip(calls, counted, strict=True)]
+        tensors[name] = torch.cat([pieces[call][i] for parts in picks for call, i in parts])
+    return replace(calls[0], completions=completions, finished=finished, learned=learned, episodes=episodes, **tensors)
+
+
+def merged(calls: Sequence[Drawn], order: Sequence[int]) -> Drawn:
+    """The completions of several calls as those of one: the next one is the next of call `order[i]`."""
+    following = [count() for _ in calls]
+    places = [(call, next(following[call])) for call in order]
+    return gather(
+        calls,
+        [[place] for place in places],
+        completions=[calls[call].completions[i] for call, i in places],
+        finished=[calls[call].finished[i] for call, i in places],
+        learned=[calls[call].learned[i] if calls[call].learned else None for call, i in places],
+        episodes=[calls[call].episodes[i] if calls[call].episodes else None for call, i in places],
+    )
+
+
+@dataclass
+class Draft:
+    """A completion being written."""
+
+    prompt: Sequence[int]  # the same object for the samples of a prompt, which then share its reading
+    key: int
+    sample: int  # its number in the group: with key and seed it names the random numbers of its tokens
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[Tensor] = field(default_factory=list)  # together float32 [tokens]: as they were drawn
+    entropies: list[Tensor] = field(default_factory=list)
+    finished: bool = False  # by EOS
+
+    def extend(self, tokens: Sequence[int], logprobs_N: Tensor, entropy_N: Tensor, *, finished: bool) -> None:
+        self.tokens += tokens
+        self.logprobs.append(logprobs_N)
+        self.entropies.append(entropy_N)
+        self.finished = finished
+
+
 @dataclass(frozen=True)
-class _Distribution:
-    """How logits become the distribution that is drawn from: temperature, then top-k, then top-p of what is left."""
+class Drawing:
+    """How drafts are continued."""
 
     temperature: float
     top_p: float
     top_k: int
+    max_completion_tokens: int
+    seed: int
+    greedy: bool = False
 
-    def logprobs(self, logits_BV: Tensor) -> Tensor:
-        """float32 at least, [B, V]; -inf where truncated."""
-        wide_BV = logits_BV if logits_BV.dtype == torch.float64 else logits_BV.float()
-        logprobs_BV = (wide_BV if self.temperature == 1 else wide_BV / self.temperature).log_softmax(-1)
-        if self.top_p >= 1 and not 0 < self.top_k < logprobs_BV.shape[1]:
-            return logprobs_BV
-        sorted_BV, order_BV = logprobs_BV.exp().sort(stable=True, dim=-1, descending=True)
-        if self.top_k:
-            sorted_BV[:, self.top_k :] = 0
-        before_BV = sorted_BV.cumsum(-1) - sorted_BV
-        dropped_BV = (sorted_BV == 0) | (before_BV >= self.top_p * sorted_BV.sum(-1, keepdim=True))
-        dropped_BV = torch.zeros_like(dropped_BV).scatter_(-1, order_BV, dropped_BV)
-        return logprobs_BV.masked_fill_(dropped_BV, float("-inf")).log_softmax(-1)
+
+@dataclass(frozen=True)
+class Until:
+    """When drafts that go on together pause: as soon as `ended` of them have ended, and all of `pressing`."""
+
+    ended: int
+    pressing: Sequence[bool]  # one a draft that has not ended
+
+
+class Log(Protocol):
+    """Where the parts of one call are kept: what a process wrote that was killed, another one goes on from."""
+
+    @property
+    def every(self) -> int:
+        """Tokens of a part, at most."""
+
+    def parts(self) -> Sequence[Part]:
+        """Those that are kept, in their order."""
+
+    def append(self, part: Part) -> None: ...
+
+
+class Journal(Protocol):
+    def log(self, drafts: Sequence[Draft], drawing: Drawing, until: Until | None) -> Log:
+        """Of the call that these arguments make: another call's parts are never returned."""
 
 
 def sample(
@@ -93,6 +179,7 @@ def sample(
     seed: int,
     keys: Sequence[int],
     greedy: bool = False,
+    journal: Journal | None = None,
 ) -> Rollout:
     """`group_size` completions for every prompt.
 
@@ -103,123 +190,90 @@ def sample(
 
     Raises OpdctlError for an empty prompt and for more tokens than the policy has positions.
     """
-    if not prompts or not all(len(prompt) for prompt in prompts):
+    drafts = [Draft(prompt, key, i) for prompt, key in zip(prompts, keys, strict=True) for i in range(group_size)]
+    drawing = Drawing(temperature, top_p, top_k, max_completion_tokens, seed, greedy)
+    write(policy, drafts, drawing, journal=journal)
+    return collect(drafts, policy.device)
+
+
+def write(
+    policy: Policy,
+    drafts: Sequence[Draft],
+    drawing: Drawing,
+    *,
+    until: Until | None = None,
+    journal: Journal | None = None,
+) -> None:
+    """Continue drafts in place, until all have ended or `until` says so.
+
+    With a journal the caches are built anew from the tokens every `every` steps, of the drafts that go on alone and
+    in their order, whether anything was interrupted or not: reading a context at once gives other last bits than
+    reading it token by token, so only then does a killed call end with the bits of an undisturbed one.
+    """
+    if not drafts or not all(len(draft.prompt) for draft in drafts):
         raise OpdctlError(
             "generation needs at least one prompt, and every prompt at least one token",
             hint="begin prompts with a begin-of-sequence token, or drop rows without a prompt",
         )
-    uniforms_BT = torch.from_numpy(uniforms(seed, keys, group_size, max_completion_tokens)).to(policy.device)
-    distribution = _Distribution(temperature, top_p, top_k)
-    drawn = _draw(policy, prompts, group_size, distribution, uniforms_BT, greedy=greedy)
-    # tensors made in inference mode take no part in a loss; those put together here do
-    return _collect(drawn, len(uniforms_BT), torch.tensor(policy.eos_ids, device=policy.device))
-
-
-_Drawn = list[tuple[Tensor, Tensor, Tensor, Tensor]]  # a step's rows, tokens, log-probabilities, entropies
-
-
-@torch.inference_mode()  # spares a tenth of a small step against no_grad
-def _draw(
-    policy: Policy,
-    prompts: Sequence[Sequence[int]],
-    group_size: int,
-    distribution: _Distribution,
-    uniforms_BT: Tensor,
-    *,
-    greedy: bool,
-) -> _Drawn:
-    """Token by token until every row has ended or has its share of uniforms_BT. A = rows still in the cache."""
-    max_new = uniforms_BT.shape[1]
-    ends_V = torch.zeros(policy.vocab_size, dtype=torch.bool, device=policy.device)
-    ends_V[[token for token in policy.eos_ids if 0 <= token < policy.vocab_size]] = True
-    hidden_BD, cache = policy.prefill(*_pad_left(prompts, policy), max_new)
-    if group_size > 1:
-        cache.repeat(group_size)
-        hidden_BD = hidden_BD.repeat_interleave(group_size, 0)
-    row_A = torch.arange(len(hidden_BD), device=policy.device)
-    ended_A = torch.zeros_like(row_A, dtype=torch.bool)
-    drawn: _Drawn = []
-    for step in range(max_new):
-        uniform_A = None if greedy else uniforms_BT[:, step]
-        tokens_A, logprobs_A, entropy_A = _choose(hidden_BD, policy.head(), distribution, uniform_A)
-        drawn.append((row_A, tokens_A, logprobs_A, entropy_A))
-        ended_A = ended_A | ends_V[tokens_A]
-        alive = len(ended_A) - int(ended_A.sum())
-        if alive == 0 or step + 1 == max_new:
-            break
-        if alive < _DENSE * len(row_A):
-            kept_A = (~ended_A).nonzero()[:, 0]
-            cache.keep(kept_A)
-            row_A, tokens_A, ended_A, uniforms_BT = (x[kept_A] for x in (row_A, tokens_A, ended_A, uniforms_BT))
-        hidden_BD = policy.decode(tokens_A, cache)
-    return drawn
-
-
-def _collect(drawn: _Drawn, rows: int, eos_E: Tensor) -> Rollout:
-    """Put the steps together, each row up to and with its first EOS: rows that ended are drawn for until dropped."""
-    row_M, tokens_M, logprobs_M, entropy_M = (torch.cat(column) for column in zip(*drawn, strict=True))
-    step_M = torch.repeat_interleave(torch.tensor([len(step[0]) for step in drawn])).to(row_M.device)
-    tokens_BT, logprobs_BT, entropy_BT = (
-        torch.zeros(rows, len(drawn), dtype=values.dtype, device=values.device).index_put_((row_M, step_M), values)
-        for values in (tokens_M, logprobs_M, entropy_M)
-    )
-    drawn_BT = torch.zeros_like(tokens_BT, dtype=torch.bool).index_put_((row_M, step_M), row_M >= 0)
-    eos_BT = drawn_BT & torch.isin(tokens_BT, eos_E)
-    written_BT = drawn_BT & (eos_BT.cumsum(-1) - eos_BT.long() == 0)
-    lengths = written_BT.sum(-1).tolist()
-    completions = [row[:length] for row, length in zip(tokens_BT.tolist(), lengths, strict=True)]
-    return Rollout(completions, eos_BT.any(-1).tolist(), logprobs_BT[written_BT], entropy_BT[written_BT])
-
-
-def uniforms(seed: int, keys: Sequence[int], group_size: int, steps: int) -> np.ndarray:
-    """float64 in [0, 1), [len(keys) * group_size, steps]: a hash of (seed, key, sample, step)."""
-    wrap = 2**64 - 1
-    keys_B = np.array([key & wrap for key in keys], np.uint64).repeat(group_size)
-    samples_B = np.tile(np.arange(group_size, dtype=np.uint64), len(keys))
-    state_B = _mix(np.array([seed & wrap], np.uint64))
-    for part_B in (keys_B, samples_B):
-        state_B = _mix(state_B ^ _mix(part_B + _GOLDEN))
-    steps_T = np.arange(1, steps + 1, dtype=np.uint64) * _GOLDEN
-    # 52 bits: then u * total rounds below `total`, and the inverse of a cumulative sum always exists.
-    uniforms_BT: np.ndarray = (_mix(state_B[:, None] + steps_T) >> np.uint64(12)) * 2.0**-52
-    return uniforms_BT
-
-
-def _mix(x: np.ndarray) -> np.ndarray:
-    """The output function of SplitMix64 (Steele, Lea and Flood, 2014): a bijection of 64-bit words."""
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
-    mixed: np.ndarray = x ^ (x >> np.uint64(31))
-    return mixed
-
-
-def _pad_left(prompts: Sequence[Sequence[int]], policy: Policy) -> tuple[Tensor, Tensor]:
-    lengths = [len(prompt) for prompt in prompts]
-    longest = max(lengths)
-    padded = [[policy.pad_id] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
-    # by NumPy: four times as fast as torch.tensor on nested lists
-    return torch.from_numpy(np.array(padded)).to(policy.device), torch.tensor(lengths, device=policy.device)
-
-
-def _choose(
-    hidden_BD: Tensor, head_VD: Tensor, distribution: _Distribution, uniform_B: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Token, its log-probability and the distribution's entropy for every row; without `uniform_B` the likeliest."""
-    parts = []
-    rows = max(1, _CHUNK // head_VD.shape[0])
-    for start in range(0, len(hidden_BD), rows):
-        logprobs_BV = distribution.logprobs(hidden_BD[start : start + rows] @ head_VD.T)
-        probs_BV = logprobs_BV.exp()
-        if uniform_B is None:
-            token_B1 = logprobs_BV.argmax(-1, keepdim=True)
+    limit = drawing.max_completion_tokens
+    going = [draft for draft in drafts if not draft.finished and len(draft.tokens) < limit]
+    log = journal.log(drafts, drawing, until) if journal else None
+    kept = list(log.parts()) if log else []
+    pressing = dict(zip(map(id, going), until.pressing, strict=True)) if until else {}
+    spare = len(going) - until.ended if until else 0
+    while going and (len(going) > spare or any(pressing.get(id(draft)) for draft in going)):
+        if kept:
+            part = kept.pop(0)
         else:
-            cumulative_BV = probs_BV.cumsum(-1, dtype=torch.float64)  # the end of a long float32 sum is coarse
-            target_B1 = uniform_B[start : start + rows, None] * cumulative_BV[:, -1:]
-            token_B1 = torch.searchsorted(cumulative_BV, target_B1, right=True)
-        logprob_B = logprobs_BV.gather(-1, token_B1)[:, 0]
-        entropy_B = -(probs_BV * logprobs_BV.clamp_min(-1e9)).sum(-1)  # 0 log 0 is 0
-        parts.append((token_B1[:, 0], logprob_B.float(), entropy_B.float()))
-    if len(parts) == 1:
-        return parts[0]
-    tokens, logprobs, entropies = zip(*parts, strict=True)
-    return torch.cat(tokens), torch.cat(logprobs), torch.cat(entropies)
+            steps = min([limit - len(draft.tokens) for draft in going] + ([log.every] if log else []))
+            part = _part(policy, going, drawing, steps, spare, [pressing.get(id(draft), False) for draft in going])
+            if log:
+                log.append(part)
+        _extend(going, part)
+        going = [draft for draft in going if not draft.finished and len(draft.tokens) < limit]
+
+
+def _extend(drafts: Sequence[Draft], part: Part) -> None:
+    lengths = [len(tokens) for tokens in part.completions]
+    pieces = part.logprobs_N.split(lengths), part.entropy_N.split(lengths)
+    for draft, *written, finished in zip(drafts, part.completions, *pieces, part.finished, strict=True):
+        draft.extend(*written, finished=finished)
+
+
+def collect(drafts: Sequence[Draft], device: torch.device) -> Rollout:
+    """What the drafts hold."""
+    logprobs_N, entropy_N = (
+        torch.cat([piece.to(device) for pieces in columns for piece in pieces] or [torch.zeros(0, device=device)])
+        for columns in ([draft.logprobs for draft in drafts], [draft.entropies for draft in drafts])
+    )
+    return Rollout([draft.tokens for draft in drafts], [draft.finished for draft in drafts], logprobs_N, entropy_N)
+
+
+def _part(
+    policy: Policy, drafts: Sequence[Draft], drawing: Drawing, steps: int, spare: int, pressing: Sequence[bool]
+) -> Part:
+    """`draw` for drafts that go on."""
+    uniforms_BT = None
+    if not drawing.greedy:
+        named = [draft.key for draft in drafts], [draft.sample for draft in drafts]
+        numbers_BT = uniforms(drawing.seed, *named, [len(draft.tokens) for draft in drafts], steps)
+        uniforms_BT = torch.from_numpy(numbers_BT).to(policy.device)
+    distribution = Distribution(drawing.temperature, drawing.top_p, drawing.top_k)
+    return draw(policy, *_contexts(drafts), distribution, uniforms_BT, steps, spare=spare, pressing=pressing)
+
+
+def _contexts(drafts: Sequence[Draft]) -> tuple[list[Sequence[int]], list[int]]:
+    """What has to be read, and which of it each draft goes on from: neighbours that begin one prompt share it."""
+    contexts: list[Sequence[int]] = []
+    context_B: list[int] = []
+    for before, draft in zip([None, *drafts], drafts, strict=False):
+        shared = (
+            before is not None
+            and before.prompt is draft.prompt
+            and before.sample + 1 == draft.sample
+            and not (before.tokens or draft.tokens)
+        )
+        if not shared:
+            contexts.append([*draft.prompt, *draft.tokens])
+        context_B.append(len(contexts) - 1)
+    return contexts, context_B

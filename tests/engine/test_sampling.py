@@ -6,7 +6,8 @@ import torch
 from engine.models import tiny_policy
 
 from opdctl.engine.batch import Sequence, collate
-from opdctl.engine.sampling import Rollout, sample, uniforms
+from opdctl.engine.decoding import uniforms
+from opdctl.engine.sampling import Rollout, sample
 from opdctl.errors import OpdctlError
 
 torch.set_num_threads(1)
@@ -54,7 +55,7 @@ def test_dropping_finished_rows_changes_nothing(policy, monkeypatch):
     usual = draw(policy, group_size=4)
     assert len(set(map(len, usual.completions))) > 2
     for share in (0.0, 2.0):  # never, and at every step
-        monkeypatch.setattr("opdctl.engine.sampling._DENSE", share)
+        monkeypatch.setattr("opdctl.engine.decoding._DENSE", share)
         assert draw(policy, group_size=4).completions == usual.completions
 
 
@@ -125,18 +126,25 @@ def test_greedy_takes_the_likeliest_token(policy):
     assert torch.equal(logprobs_NV.argmax(-1), targets_N)
 
 
+def grid(seed, keys, group_size, steps, first=0):
+    """Rows prompt-major, as a rollout's."""
+    rows = [(key, sample) for key in keys for sample in range(group_size)]
+    return uniforms(seed, *zip(*rows, strict=True), [first] * len(rows), steps)
+
+
 def test_uniform_numbers_depend_on_all_their_coordinates():
-    numbers = uniforms(3, [1, 2, -5], 4, 50)
+    numbers = grid(3, [1, 2, -5], 4, 50)
     assert numbers.shape == (12, 50)
     assert len(np.unique(numbers)) == numbers.size
     assert numbers.min() >= 0
     assert numbers.max() < 1
-    assert np.array_equal(uniforms(3, [2], 4, 20), numbers[4:8, :20])
-    assert not np.isin(uniforms(4, [1, 2, -5], 4, 50), numbers).any()
+    assert np.array_equal(grid(3, [2], 4, 20), numbers[4:8, :20])
+    assert np.array_equal(grid(3, [2], 4, 20, first=30), numbers[4:8, 30:])
+    assert not np.isin(grid(4, [1, 2, -5], 4, 50), numbers).any()
 
 
 def test_uniform_numbers_are_uniform_and_uncorrelated():
-    numbers = uniforms(0, range(64), 8, 64)
+    numbers = grid(0, range(64), 8, 64)
     for axis_pairs in (numbers, numbers.T):
         neighbours = np.corrcoef(axis_pairs[:-1].ravel(), axis_pairs[1:].ravel())[0, 1]
         assert abs(neighbours) < 4 / math.sqrt(numbers.size)

@@ -22,7 +22,8 @@ from opdctl.engine.batch import Sequence, collate
 from opdctl.engine.checkpoint import load_policy
 from opdctl.engine.loop import open_tasks
 from opdctl.engine.rows import Mixer, Renderer
-from opdctl.engine.sampling import _Distribution, sample
+from opdctl.engine.decoding import Distribution
+from opdctl.engine.sampling import sample
 from opdctl.engine.tokenizer import load_tokenizer
 from opdctl.settings import EvalSettings
 from opdctl.workers import VllmResources, VllmWorkers
@@ -145,7 +146,7 @@ def test_prompts_of_more_tokens_than_a_forward_pass_takes_are_answered(served, p
 def test_log_probabilities_are_those_of_the_distribution_that_is_drawn_from(served, prompts, temperature, top_p, top_k):
     generate, policy = served
     drawn = generate(prompts, **SAMPLING, temperature=temperature, top_p=top_p, top_k=top_k, keys=range(len(prompts)))
-    expected_N = engine_logprobs(policy, prompts, drawn.completions, _Distribution(temperature, top_p, top_k))
+    expected_N = engine_logprobs(policy, prompts, drawn.completions, Distribution(temperature, top_p, top_k))
     torch.testing.assert_close(drawn.sampling_logprobs_N, expected_N, atol=TOLERANCE, rtol=0)
     assert any(len({tuple(tokens) for tokens in drawn.completions[at : at + 8]}) > 1 for at in range(0, 80, 8))
 
