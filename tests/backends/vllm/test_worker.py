@@ -20,9 +20,9 @@ from opdctl.backends.contract import InputSpec
 from opdctl.backends.vllm import offline
 from opdctl.engine.batch import Sequence, collate
 from opdctl.engine.checkpoint import load_policy
+from opdctl.engine.decoding import Distribution
 from opdctl.engine.loop import open_tasks
 from opdctl.engine.rows import Mixer, Renderer
-from opdctl.engine.decoding import Distribution
 from opdctl.engine.sampling import sample
 from opdctl.engine.tokenizer import load_tokenizer
 from opdctl.settings import EvalSettings
