@@ -28,6 +28,7 @@ from opdctl.settings import (
     TopKOpd,
     Train,
 )
+from opdctl.settings.env_task import EnvironmentTaskSettings
 from opdctl.settings.merge import ConvexMerge, MergeSettings, SceMerge
 
 CONVEX_TOLERANCE = 1e-6  # a third is 0.333333 to most writers
@@ -37,6 +38,7 @@ def check_stage(settings: AnyStage, inputs: Sequence[Input], pipeline: PipelineS
     """Every contradiction, as key and text."""
     config = settings.config
     yield from _data(settings, pipeline)
+    yield from _episodes(settings, pipeline)
     yield from _resources(settings, inputs, pipeline)
     yield from check_roles(settings, inputs)
     yield from check_labels(inputs)
@@ -82,6 +84,37 @@ def _data(settings: AnyStage, pipeline: PipelineSettings) -> Iterator[Problem]:
             elif isinstance(task, ChainTask) and task.links % task.strides[effort]:
                 text = f"{key}.strides.{effort}: {task.strides[effort]} does not divide links = {task.links}"
                 yield "config.data.efforts", text
+
+
+def _episodes(settings: AnyStage, pipeline: PipelineSettings) -> Iterator[Problem]:
+    data, config = mixture(settings), settings.config
+    played = [name for name in (data.tasks if data else ()) if _has_environment(name, pipeline)]
+    if not played:
+        return
+    if isinstance(config, SampleSettings):
+        why = "a sampled answer is one text, which would have SFT imitate what the environment wrote"
+        yield "config.data.tasks", f"'{played[0]}' is played in turns, and kind sample keeps none: {why}"
+        return
+    if isinstance(config, RlvrSettings | EvalSettings) and config.grader is not None:
+        for name in dict.fromkeys(name for name in config.grader.tasks if name in played):
+            yield (
+                "config.grader.tasks",
+                f"'{name}' is played in turns: its environment judges it, no text of it could be",
+            )
+    if not isinstance(config, RlvrSettings | OpdSettings | EvalSettings):
+        return
+    turns, limit = config.rollout.turns, config.rollout.max_completion_tokens
+    if turns is None:
+        yield "config.rollout.turns", f"required, and not set: '{played[0]}' is played in turns"
+    elif turns.max_turn_tokens > limit:
+        yield (
+            "config.rollout.turns.max_turn_tokens",
+            f"{turns.max_turn_tokens}, and rollout.max_completion_tokens {limit} leaves no room for one turn",
+        )
+
+
+def _has_environment(name: str, pipeline: PipelineSettings) -> bool:
+    return isinstance(pipeline.tasks.get(name), EnvironmentTaskSettings)
 
 
 def _ratios(settings: AnyStage, data: Mixture) -> Iterator[Problem]:

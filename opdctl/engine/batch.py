@@ -1,12 +1,13 @@
 """Sequences of token ids -> the tensors of one forward pass, with or without shared prefixes.
 
-Legend: S sequences, B rows, T columns of a row, N completion tokens.
+Legend: S sequences, B rows, T columns of a row, N completion tokens that the policy wrote: what an environment answered
+in between is read, and is on no N axis.
 """
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from itertools import chain, groupby
+from itertools import chain, compress, groupby, repeat
 
 import numpy as np
 import torch
@@ -22,11 +23,22 @@ class Sequence:
     prompt: tuple[int, ...]
     completion: tuple[int, ...]
     group: int = 0
+    learned: tuple[bool, ...] | None = None  # which completion tokens the policy wrote; None: all
+
+    @property
+    def targets(self) -> tuple[int, ...]:
+        """The completion tokens that the policy wrote: this sequence's part of an N axis."""
+        return self.completion if self.learned is None else tuple(compress(self.completion, self.learned))
+
+    @property
+    def counted(self) -> int:
+        """How many they are."""
+        return len(self.completion) if self.learned is None else sum(self.learned)
 
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """Input of one forward pass. The N axis is the concatenation of the completions in the order given."""
+    """Input of one forward pass. The N axis is the concatenation of the sequences' `targets` in the order given."""
 
     ids_BT: Tensor  # int64, padded at the right
     positions_BT: Tensor  # int64, as if every sequence had a row of its own
@@ -75,6 +87,9 @@ def collate(
     column_A = position_A + np.where(in_trunk_A, 0, shift_S[sequence_A])
     fed_A = position_A < input_S[sequence_A]
     target_A = position_A >= prompt_S[sequence_A]
+    if any(sequence.learned is not None for sequence in sequences):
+        learned = (s.learned if s.learned is not None else repeat(True, len(s.completion)) for s in sequences)
+        target_A[target_A] = np.fromiter(chain.from_iterable(learned), bool)
 
     rows, columns = len(runs), int((trunk_S + shift_S + branch_S).max())
     where = row_S[sequence_A[fed_A]], column_A[fed_A]

@@ -13,7 +13,7 @@ class BudgetEstimator:
     """b0(x) of a mixture's rows: a percentile of the lengths of the cold-start model's own answers to x, which
     `generate` draws.
 
-    Lengths are in tokens, EOS included. Where no sample counts, b0 is the completion limit.
+    Lengths are in tokens that the model wrote, EOS included. Where no sample counts, b0 is the completion limit.
     """
 
     def __init__(
@@ -48,13 +48,14 @@ class BudgetEstimator:
         finished = rollout.finished
         counted = finished
         if self.settings.over == "correct":
-            verdicts = judge(self.mixer.tasks, rows, self.renderer.texts(rollout.completions), samples)
+            texts = self.renderer.texts(rollout.completions)
+            verdicts = judge(self.mixer.tasks, rows, texts, samples, rollout.episodes)
             counted = [done and verdict.correct for done, verdict in zip(finished, verdicts, strict=True)]
         found: list[float] = []
         for at in range(0, len(rows) * samples, samples):
             group = range(at, at + samples)
             chosen = [i for i in group if counted[i]] or [i for i in group if finished[i]]
-            lengths = [len(rollout.completions[i]) for i in chosen]
+            lengths = [rollout.counted[i] for i in chosen]
             found.append(percentile(lengths, self.settings.percentile, self.rollout.max_completion_tokens))
         return found
 

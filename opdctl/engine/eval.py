@@ -5,8 +5,9 @@ import zlib
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,13 @@ from opdctl.engine.advantages import over_budget
 from opdctl.engine.batch import Sequence
 from opdctl.engine.distance import Asked, divergences
 from opdctl.engine.effort import BudgetEstimator
+from opdctl.engine.episodes import totals
 from opdctl.engine.eval_report import CellScore, cell_name, examined, means, report_of, routes
 from opdctl.engine.grader import Agreement, Graded, open_grader
 from opdctl.engine.loop import completions_per_call, open_policy, open_tasks, role
 from opdctl.engine.recovery import damaged, write_text, write_whole
 from opdctl.engine.rows import Mixer, Renderer, Row, judge, roll, stream_seed
-from opdctl.engine.sampling import Completions, Generate, sample
+from opdctl.engine.sampling import Completions, Generate, merged, sample
 from opdctl.engine.scores import (
     CellCounts,
     pass_at_k,
@@ -101,22 +103,26 @@ class _Examiner:
     def score(self, model: InputSpec) -> dict[str, CellScore]:
         budgets = self.budgets  # before the model is opened: they may take another one
         with self.opener(model) as candidate:
-            completions, finished = self._answers(candidate)
-            texts = candidate.renderer.texts(completions)
+            drawn = self._answers(candidate)
+            texts = candidate.renderer.texts(drawn.completions)
             graded = self._graded(candidate, texts)
-        size = len(completions) // len(self.cells)
+        episodes = drawn.episodes or [None] * len(texts)
         scores: dict[str, CellScore] = {}
         lines: list[str] = []
         for cell, name in enumerate(self.cells):
-            own = slice(cell * size, (cell + 1) * size)
-            lengths = [len(completion) for completion in completions[own]]
+            own = self._own(cell)
+            lengths, finished = drawn.counted[own], drawn.finished[own]
             b0 = budgets[cell] if budgets else None
-            verdicts = judge(self.tasks, self.rows[cell], texts[own], self.settings.rollout.group_size)
-            correct = [verdict.correct and done for verdict, done in zip(verdicts, finished[own], strict=True)]
-            scores[name] = self._count(cell, correct, lengths, finished[own], b0, graded.get(cell))
+            group = self.settings.rollout.group_size
+            verdicts = judge(self.tasks, self.rows[cell], texts[own], group, episodes[own])
+            correct = [verdict.correct and done for verdict, done in zip(verdicts, finished, strict=True)]
+            score = self._count(cell, correct, lengths, finished, b0, graded.get(cell))
+            played = [episode.counts for episode in episodes[own] if episode is not None]
+            scores[name] = replace(score, episodes=totals(played) if played else None)
             lines += self._outcomes(model, cell, correct, lengths, texts[own])
         if self.settings.divergence and model.role == "before":
-            write_whole(_kept(self.spec, "written", model.label), completions)
+            learned = drawn.learned or [None] * len(texts)
+            write_whole(_kept(self.spec, "written", model.label), list(zip(drawn.completions, learned, strict=True)))
         write_text(_kept(self.spec, "outcomes", model.label), "".join(lines))
         return scores
 
@@ -153,9 +159,9 @@ class _Examiner:
                 name,
                 teachers[numbers[name]],
                 [
-                    Sequence(tuple(prompt), tuple(next(written)))
+                    Sequence(tuple(prompt), tuple(ids), learned=learned and tuple(learned))
                     for prompt in renderer.prompts([row.prompt for row in rows], limit)
-                    for _ in range(group)
+                    for ids, learned in islice(written, group)
                 ],
             )
             for name, rows in zip(self.cells, self.rows, strict=True)
@@ -167,25 +173,32 @@ class _Examiner:
         if self.settings.grader is None:
             return {}
         grader = open_grader(self.spec, self.settings.grader, self.tasks, candidate.generate, candidate.renderer)
-        size, group = len(texts) // len(self.cells), self.settings.rollout.group_size
+        group = self.settings.rollout.group_size
         return {
-            cell: grader.grade(self.rows[cell], texts[cell * size : (cell + 1) * size], group)
+            cell: grader.grade(self.rows[cell], texts[self._own(cell)], group)
             for cell, (task, _) in enumerate(self.mixer.cells)
             if task in self.settings.grader.tasks
         }
 
     @cached_property
     def rows(self) -> list[list[Row]]:
-        """Of each cell, equally many."""
+        """Of each cell: equally many, or all of its task."""
         wanted = self.settings.rollout.prompts
         for task in self.settings.data.tasks:
             size = self.tasks[task].size("eval")
-            if size is not None and size < wanted:
+            if size is not None and size < wanted and not self.settings.whole:
                 raise StageRefused(
                     f"task {task} has {size} held-out rows and config.rollout.prompts asks for {wanted}",
                     hint="lower config.rollout.prompts of the eval stage, or hold out more rows",
                 )
-        return [self.mixer.cell_rows(cell, 0, wanted) for cell in range(len(self.cells))]
+        sizes = [self.tasks[task].size("eval") if self.settings.whole else wanted for task, _ in self.mixer.cells]
+        return [self.mixer.cell_rows(cell, 0, wanted if size is None else size) for cell, size in enumerate(sizes)]
+
+    def _own(self, cell: int) -> slice:
+        """Where a cell's completions are among all."""
+        group = self.settings.rollout.group_size
+        start = sum(len(rows) for rows in self.rows[:cell]) * group
+        return slice(start, start + len(self.rows[cell]) * group)
 
     @cached_property
     def budgets(self) -> list[list[float]] | None:
@@ -213,22 +226,19 @@ class _Examiner:
         except (OSError, ValueError, TypeError) as error:
             raise damaged(kept, error) from error
 
-    def _answers(self, candidate: Candidate) -> tuple[list[list[int]], list[bool]]:
-        """Completions of all cells one after another, prompt-major, and whether they ended."""
+    def _answers(self, candidate: Candidate) -> Completions:
+        """Completions of all cells one after another, prompt-major."""
         size, options = self.settings.rollout.group_size, self.settings.rollout
         if candidate.batch is None:
             calls = [[row for rows in self.rows for row in rows]]
         else:
             step = max(1, candidate.batch // size)
             calls = [rows[at : at + step] for rows in self.rows for at in range(0, len(rows), step)]
-        completions: list[list[int]] = []
-        finished: list[bool] = []
         seed = stream_seed(self.settings.seed, "eval-sample")
-        for rows in calls:
-            _, drawn = roll(candidate.generate, candidate.renderer, rows, options, seed=seed, group_size=size)
-            completions += drawn.completions
-            finished += drawn.finished
-        return completions, finished
+        drawn = [
+            roll(candidate.generate, candidate.renderer, rows, options, seed=seed, group_size=size)[1] for rows in calls
+        ]
+        return merged(drawn, [number for number, call in enumerate(drawn) for _ in call.completions])
 
     def _count(
         self,
@@ -281,5 +291,10 @@ def _read(path: Path, cells: Items[str]) -> dict[str, CellScore]:
         raise damaged(path, error) from error
 
 
-def _score(counts: dict[str, Any], pass_k: dict[str, float], agreement: dict[str, Any] | None) -> CellScore:
-    return CellScore(CellCounts(**counts), pass_k, Agreement(**agreement) if agreement else None)
+def _score(
+    counts: dict[str, Any],
+    pass_k: dict[str, float],
+    agreement: dict[str, Any] | None,
+    episodes: dict[str, float] | None = None,
+) -> CellScore:
+    return CellScore(CellCounts(**counts), pass_k, Agreement(**agreement) if agreement else None, episodes)

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from opdctl.backends.contract import InputSpec, StageSpec
+from opdctl.engine.episodes import describe_episodes
 from opdctl.engine.grader import Agreement
 from opdctl.engine.loop import Metrics, role
 from opdctl.engine.scores import (
@@ -27,6 +28,7 @@ class CellScore:
     counts: CellCounts
     pass_k: dict[str, float]  # k -> unbiased estimate, mean over prompts
     agreement: Agreement | None = None  # of the settings' grader with the verifier, where it grades the task
+    episodes: dict[str, float] | None = None  # sums of what its episodes counted
 
 
 def examined(spec: StageSpec) -> list[InputSpec]:
@@ -72,6 +74,8 @@ def report_of(
             metrics[f"{label}/{name}/length"] = score.counts.mean_length
             if score.agreement is not None and score.agreement.told:
                 metrics[f"{label}/{name}/agreement"] = score.agreement.agree / score.agreement.told
+            if (played := _episodes(score)) is not None:
+                metrics |= {f"{label}/{name}/{key}": played[key] for key in ("turns", "valid_calls")}
     tables = _fusion(spec, settings, scores)
     normalised = {
         f"{table.model}/{table.metric}": value for table in tables if (value := _normalised(table)) is not None
@@ -99,7 +103,12 @@ def _describe(score: CellScore, confidence: float) -> dict[str, Any]:
         "truncation_rate": counts.truncation_rate,
         "pass_k": score.pass_k,
         "grader": score.agreement and _describe_agreement(score.agreement, confidence),
+        "episodes": _episodes(score),
     }
+
+
+def _episodes(score: CellScore) -> Metrics | None:
+    return None if score.episodes is None else describe_episodes(score.episodes, score.counts.n)
 
 
 def _describe_agreement(counts: Agreement, confidence: float) -> dict[str, Any]:

@@ -83,7 +83,7 @@ class _Distiller:
 
         The student reads a micro-batch at once, each teacher its own rows of it.
         """
-        total_tokens = sum(len(row.sequence.completion) for row in rows)
+        total_tokens = sum(row.sequence.counted for row in rows)
         parts = [
             [rows[i] for i in part] for part in micro_batches([row.sequence for row in rows], self.micro_batch_tokens)
         ]
@@ -110,7 +110,7 @@ class _Distiller:
         """The loss of each teacher's rows in a micro-batch; `following` tells the teacher after each."""
         start = 0
         for own in by_teacher(part):
-            tokens = slice(start, start + sum(len(row.sequence.completion) for row in own))
+            tokens = slice(start, start + sum(row.sequence.counted for row in own))
             # named nowhere, so that a teacher's output matrix is gone once its loss is
             yield (
                 tokens,

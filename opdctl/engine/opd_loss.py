@@ -43,7 +43,7 @@ class Piece:
 
     @property
     def lengths(self) -> list[int]:
-        return [len(row.sequence.completion) for row in self.rows]
+        return [row.sequence.counted for row in self.rows]
 
 
 class DistillLoss:

@@ -11,12 +11,13 @@ from torch import Tensor
 from opdctl.backends.contract import StageSpec
 from opdctl.engine.advantages import group_advantages
 from opdctl.engine.batch import Sequence, micro_batches
+from opdctl.engine.episodes import episode_metrics
 from opdctl.engine.loop import Metrics, Trainer, mean, open_frozen, open_tasks, role
 from opdctl.engine.losses import opd_advantage
 from opdctl.engine.opd_advantages import balanced, extrapolated_teacher, margin_shifts
 from opdctl.engine.policy import Policy, completion_logprobs
 from opdctl.engine.rows import Mixer, Renderer, Row, judge, roll, stream_seed
-from opdctl.engine.sampling import sample
+from opdctl.engine.sampling import Episode, sample
 from opdctl.engine.teacher_states import States
 from opdctl.engine.teachers import Router
 from opdctl.engine.vocab import token_logprobs
@@ -34,6 +35,7 @@ class Drawn:
     finished: bool
     correct: bool
     reward: float
+    episode: Episode | None
 
 
 @dataclass(frozen=True)
@@ -111,19 +113,20 @@ class Sampler:
         asked = [rows[number] for number in numbers]
         seed = stream_seed(self.spec.seed, "opd-sample")
         prompts, rollout = roll(partial(sample, policy), renderer, asked, options, seed=seed, group_size=size)
-        verdicts = judge(self.tasks, asked, renderer.texts(rollout.completions), size)
-        logprobs = rollout.sampling_logprobs_N.split([len(completion) for completion in rollout.completions])
+        verdicts = judge(self.tasks, asked, renderer.texts(rollout.completions), size, rollout.episodes)
+        logprobs = rollout.sampling_logprobs_N.split(rollout.counted)
         return [
             Drawn(
                 numbers[i // size],
-                Sequence(tuple(prompts[i // size]), tuple(completion), 1 + numbers[i // size]),
+                rollout.sequence(i, prompts[i // size], 1 + numbers[i // size]),
                 teachers[numbers[i // size]],
                 logprobs[i],
                 rollout.finished[i],
                 verdicts[i].correct and rollout.finished[i],
                 verdicts[i].reward if rollout.finished[i] else 0.0,
+                rollout.episodes[i] if rollout.episodes else None,
             )
-            for i, completion in enumerate(rollout.completions)
+            for i in range(len(rollout.completions))
         ]
 
     def _outcome(self, drawn: list[Drawn]) -> list[float]:
@@ -171,9 +174,9 @@ class Sampler:
         for segment, after in zip(segments, [*segments[1:], None], strict=True):
             then = after[0].teacher if after else None
             hidden_NE, head_VE = self.states.get(segment[0].teacher, [row.index for row in segment], then=then)
-            targets_N = torch.tensor([token for row in segment for token in row.sequence.completion])
+            targets_N = torch.tensor([token for row in segment for token in row.sequence.targets])
             logprobs_N = target_logprobs(hidden_NE, head_VE, targets_N.to(hidden_NE.device), segment, form)
-            parts_N = logprobs_N.split([len(row.sequence.completion) for row in segment])
+            parts_N = logprobs_N.split([row.sequence.counted for row in segment])
             found |= {row.index: part_N for row, part_N in zip(segment, parts_N, strict=True)}
         return [found[row.index] for row in rows]
 
@@ -182,10 +185,11 @@ class Sampler:
         metrics = {
             "accuracy": mean(float(one.correct) for one in drawn),
             "reward": mean(one.reward for one in drawn),
-            "length": mean(float(len(one.sequence.completion)) for one in drawn),
+            "length": mean(float(one.sequence.counted) for one in drawn),
             "truncated": 1.0 - mean(float(one.finished) for one in drawn),
-            "tokens": float(sum(len(one.sequence.completion) for one in drawn)),
+            "tokens": float(sum(one.sequence.counted for one in drawn)),
         }
+        metrics |= episode_metrics(one.episode for one in drawn)
         return metrics | ({"left_out": 1.0 - len(kept) / len(drawn)} if self.settings.balance else {})
 
 

@@ -99,12 +99,12 @@ class Policy(nn.Module, ABC):
 def completion_logprobs(
     policy: Policy, sequences: Items[Sequence], *, micro_batch_tokens: int, temperature: float = 1.0
 ) -> list[Tensor]:
-    """Log-probabilities of the tokens of each sequence's completion, a tensor a sequence."""
+    """Log-probabilities of each sequence's targets, a tensor a sequence."""
     found: list[Tensor] = []
     for part in micro_batches(sequences, micro_batch_tokens):
         chosen = [sequences[i] for i in part]
         batch = policy.batch(chosen)
         hidden_ND, head_VD = policy.hidden(batch), policy.head()
         logprobs_N, _ = token_logprobs(hidden_ND, head_VD, batch.targets_N, temperature=temperature)
-        found += logprobs_N.split([len(sequence.completion) for sequence in chosen])
+        found += logprobs_N.split([sequence.counted for sequence in chosen])
     return found

@@ -16,6 +16,7 @@ from opdctl.backends.contract import Control, StageResult, StageSpec
 from opdctl.engine.advantages import annealed_tau, group_advantages, over_budget, soft_overlong_penalty, tied_groups
 from opdctl.engine.batch import Sequence, TokenBatch, micro_batches
 from opdctl.engine.effort import BudgetEstimator
+from opdctl.engine.episodes import episode_metrics
 from opdctl.engine.grader import GenerativeReward, open_grader
 from opdctl.engine.loop import Metrics, Trainer, completions_per_call, mean, open_frozen, open_policy, open_tasks, role
 from opdctl.engine.losses import aggregate, kl_penalty, policy_loss
@@ -117,7 +118,8 @@ class _Sampler:
                 (tied if self.settings.dynamic_sampling and group.tied else kept).append(group)
         # a batch keeps its size: if too few groups disagree, tied ones (advantage 0) fill it
         chosen = (kept + tied)[:wanted]
-        metrics = {name: mean(part[name] for part in seen) for name in seen[0]}
+        # a round may have no episode, and nothing to say of them
+        metrics = {name: mean(part[name] for part in seen if name in part) for name in seen[0]}
         metrics["tokens"] = sum(part["tokens"] for part in seen)
         if self.settings.dynamic_sampling:
             metrics["sampling_rounds"] = float(rounds)
@@ -134,11 +136,11 @@ class _Sampler:
         bound = self.settings.max_advantage or math.inf
         advantages = group_advantages(rewards_PG, self.settings.advantage).clamp(-bound, bound).flatten().tolist()
         equal = tied_groups(rewards_PG).tolist()
-        sampled = _per_sequence(rollout.sampling_logprobs_N, rollout.completions)
+        sampled = list(rollout.sampling_logprobs_N.split(rollout.counted))
         size = options.group_size
         groups = [
             _Group(
-                [Sequence(tuple(prompts[p]), tuple(rollout.completions[i]), 1 + start + p) for i in members],
+                [rollout.sequence(i, prompts[p], 1 + start + p) for i in members],
                 [advantages[i] for i in members],
                 [sampled[i] for i in members],
                 [rollout.finished[i] for i in members],
@@ -156,9 +158,9 @@ class _Sampler:
         """What each completion earns, shape [P, G], and how the batch did."""
         settings, size = self.settings, self.settings.rollout.group_size
         texts = self.renderer.texts(rollout.completions)
-        verdicts = judge(self.tasks, rows, texts, size)
+        verdicts = judge(self.tasks, rows, texts, size, rollout.episodes)
         finished = torch.tensor(rollout.finished)
-        lengths = torch.tensor([len(completion) for completion in rollout.completions])
+        lengths = torch.tensor(rollout.counted)
         correct = torch.tensor([verdict.correct for verdict in verdicts]) & finished
         earned = [verdict.reward for verdict in verdicts]
         metrics: Metrics = {}
@@ -170,7 +172,8 @@ class _Sampler:
         rewards = rewards.where(finished, settings.unfinished_reward)
         if settings.overlong.handling == "soft_penalty":
             limit, buffer = settings.rollout.max_completion_tokens, settings.overlong.buffer_tokens
-            rewards = rewards + torch.tensor([soft_overlong_penalty(n, limit, buffer) for n in lengths.tolist()])
+            taken = map(len, rollout.completions)  # an episode's observations use up its limit too
+            rewards = rewards + torch.tensor([soft_overlong_penalty(n, limit, buffer) for n in taken])
         if settings.kl.placement == "reward" and self.reference is not None:
             penalties = self._reward_kl(prompts, rollout)
             rewards = rewards - settings.kl.coef * penalties
@@ -189,19 +192,17 @@ class _Sampler:
             "entropy": float(rollout.entropy_N.mean()),
             "tokens": float(lengths.sum()),
         }
+        metrics |= episode_metrics(rollout.episodes)
         return rewards.view(len(rows), size), metrics
 
     def _reward_kl(self, prompts: list[list[int]], rollout: Rollout) -> Tensor:
         """Sum over each completion's tokens of the KL estimate towards the reference."""
         size = self.settings.rollout.group_size
-        sequences = [
-            Sequence(tuple(prompts[i // size]), tuple(completion), 1 + i // size)
-            for i, completion in enumerate(rollout.completions)
-        ]
+        sequences = [rollout.sequence(i, prompts[i // size], 1 + i // size) for i in range(len(rollout.completions))]
         assert self.reference is not None
         reference_N = torch.cat(self.logprobs(self.reference, sequences))
         penalty_N = self.kl(rollout.sampling_logprobs_N, reference_N)
-        return torch.stack([part.sum() for part in _per_sequence(penalty_N, rollout.completions)]).double()
+        return torch.stack([part.sum() for part in penalty_N.split(rollout.counted)]).double()
 
     def kl(self, policy_logprobs_N: Tensor, reference_logprobs_N: Tensor) -> Tensor:
         estimator = self.settings.kl.estimator
@@ -237,7 +238,7 @@ def _losses(experience: Experience, numbers: list[int], sampler: _Sampler) -> It
     """Micro-batch losses of one optimizer step over the sequences `numbers`."""
     settings, policy = sampler.settings, sampler.policy
     counted = [i for i in numbers if experience.in_loss[i]]
-    total = sum(len(experience.sequences[i].completion) for i in counted)
+    total = sum(experience.sequences[i].counted for i in counted)
     kl_in_loss = sampler.reference is not None and settings.kl.placement == "loss"
     # advantage 0 moves nothing: such sequences count in the means and are not computed, unless a penalty needs them
     penalised = kl_in_loss or (isinstance(settings.surrogate, LogRatioClip) and settings.surrogate.square > 0)
@@ -270,7 +271,3 @@ def _losses(experience: Experience, numbers: list[int], sampler: _Sampler) -> It
             ),
             batch,
         )
-
-
-def _per_sequence(values_N: Tensor, completions: list[list[int]]) -> list[Tensor]:
-    return list(values_N.split([len(completion) for completion in completions]))

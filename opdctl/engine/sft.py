@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: cross-entropy on the completions of demonstrations."""
+"""Supervised fine-tuning: cross-entropy on the completions of demonstrations; of episodes on what the model writes."""
 
 from collections.abc import Iterator
 
@@ -26,7 +26,7 @@ def run(spec: StageSpec, control: Control) -> StageResult:
 
     def iteration(step: int) -> Metrics:
         sequences = _sequences(mixer, renderer, step * batch_size, batch_size, settings.max_tokens)
-        total = sum(len(sequence.completion) for sequence in sequences)
+        total = sum(sequence.counted for sequence in sequences)
         entropies: list[torch.Tensor] = []
 
         def losses() -> Iterator[tuple[Tensor, TokenBatch]]:
@@ -54,8 +54,8 @@ def run(spec: StageSpec, control: Control) -> StageResult:
 def _sequences(mixer: Mixer, renderer: Renderer, start: int, count: int, max_tokens: int) -> list[Sequence]:
     shown = [demonstration for _, demonstration in mixer.demonstrations(start, count)]
     prompts = renderer.prompts([demonstration.prompt for demonstration in shown], max_tokens)
-    completions = renderer.completions([demonstration.completion for demonstration in shown])
-    for prompt, completion in zip(prompts, completions, strict=True):
+    completions = renderer.demonstrations(shown, max_tokens)
+    for prompt, (completion, _) in zip(prompts, completions, strict=True):
         if len(prompt) + len(completion) > max_tokens:
             raise StageRefused(
                 f"a demonstration has {len(prompt) + len(completion)} tokens and config.max_tokens is {max_tokens}",
@@ -63,8 +63,8 @@ def _sequences(mixer: Mixer, renderer: Renderer, start: int, count: int, max_tok
             )
     return bucketed(
         [
-            Sequence(tuple(prompt), tuple(completion), demonstration.prompt.group)
-            for prompt, completion, demonstration in zip(prompts, completions, shown, strict=True)
+            Sequence(tuple(prompt), tuple(completion), demonstration.prompt.group, learned)
+            for prompt, (completion, learned), demonstration in zip(prompts, completions, shown, strict=True)
         ]
     )
 

@@ -132,7 +132,7 @@ class CachedStates:
             save_file({"hidden": hidden_NE.cpu().contiguous()}, file)
             at = 0
             for i in part:
-                end = at + len(own[i].completion)
+                end = at + own[i].counted
                 self._places[number, rows[i]] = file, slice(at, end)
                 at = end
 

@@ -96,9 +96,9 @@ def held_out_accuracy(settings: OpdSettings, trainer: Trainer, prompts: int) -> 
             part = rows[start : start + at_once]
             generate = partial(sample, policy)
             _, rollout = roll(generate, renderer, part, settings.rollout, seed=seed, group_size=1)
-            verdicts = judge(tasks, part, renderer.texts(rollout.completions), 1)
+            verdicts = judge(tasks, part, renderer.texts(rollout.completions), 1, rollout.episodes)
             right += [float(v.correct and ended) for v, ended in zip(verdicts, rollout.finished, strict=True)]
-            spent = {"tokens": sum(map(len, rollout.completions)), "held_out": len(part)}
+            spent = {"tokens": sum(rollout.counted), "held_out": len(part)}
             for name, more in spent.items():
                 trainer.position[name] = trainer.position.get(name, 0) + more
         return mean(right)

@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from opdctl.errors import ConfigError
 from opdctl.settings import (
@@ -125,6 +125,13 @@ class Task(Protocol):
     def reference(self, prompt: Prompt) -> str | None:
         """A completion that must verify as correct; None where the task knows none."""
         ...
+
+
+@runtime_checkable
+class BulkTask(Task, Protocol):
+    """A task that judges many completions faster than one by one."""
+
+    def verify_all(self, pairs: Sequence[tuple[Prompt, str]]) -> list[Verdict]: ...
 
 
 def load_task(name: str, settings: AnyTask, efforts: EffortSettings | None, workspace: Path | None = None) -> Task:

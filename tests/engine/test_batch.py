@@ -1,5 +1,6 @@
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,6 +22,16 @@ def random_sequences(seed: int) -> list[Sequence]:
     return sequences
 
 
+def some_learned(seed: int) -> list[Sequence]:
+    """The same, most of them with tokens that an environment wrote."""
+    rng = random.Random(seed)
+    masks = [tuple(rng.random() < 0.5 for _ in one.completion) for one in random_sequences(seed)]
+    return [
+        replace(one, learned=mask) if rng.random() < 0.8 else one
+        for one, mask in zip(random_sequences(seed), masks, strict=True)
+    ]
+
+
 def visible(batch, row: int, column: int) -> list[tuple[int, int]]:
     """(position, token) of all that a column sees, in column order."""
     columns = batch.ids_BT.shape[1]
@@ -31,11 +42,18 @@ def visible(batch, row: int, column: int) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("share", [False, True])
 @pytest.mark.parametrize("seed", range(12))
-def test_every_completion_token_is_predicted_from_its_own_past_alone(seed, share):
-    sequences = random_sequences(seed)
+@pytest.mark.parametrize("given", [random_sequences, some_learned])
+def test_every_token_that_the_policy_wrote_is_predicted_from_its_own_past_alone(given, seed, share):
+    sequences = given(seed)
     batch = collate(sequences, share_prefixes=share, pad_id=0)
-    wanted = [(i, j) for i, sequence in enumerate(sequences) for j in range(len(sequence.completion))]
-    assert len(wanted) == len(batch.rows_N)
+    wanted = [
+        (i, j)
+        for i, sequence in enumerate(sequences)
+        for j in range(len(sequence.completion))
+        if sequence.learned is None or sequence.learned[j]
+    ]
+    assert len(wanted) == len(batch.rows_N) == sum(one.counted for one in sequences)
+    assert batch.targets_N.tolist() == [token for one in sequences for token in one.targets]
     for n, (i, j) in enumerate(wanted):
         past = (*sequences[i].prompt, *sequences[i].completion[:j])
         assert visible(batch, int(batch.rows_N[n]), int(batch.cols_N[n])) == list(enumerate(past))
