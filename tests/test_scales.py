@@ -17,16 +17,28 @@ PIPELINES = sorted(path.stem for path in (builtin_folder() / "pipelines").glob("
 EVERYWHERE = ("kimi_k3", "kimi_k3_verl_smoke")  # at every scale with every model; what they hold, the others hold too
 SCALES = sorted(path.stem for path in (builtin_folder() / "conf" / "scale").glob("*.yaml"))
 ON_CPU = ("laptop", "smoke", "verl_cpu")
-FITS = {  # scale of GPUs -> models whose stages its GPUs hold
+FITS = {  # scale of GPUs -> a model of each size whose stages its GPUs hold
     "gpu1": ["qwen3_0_6b"],
     "h100x8": ["qwen3_0_6b", "qwen3_8b"],
-    "h200x8": ["qwen3_0_6b", "qwen3_8b", "qwen3_30b_a3b"],
+    "h200x8": ["qwen3_0_6b", "qwen3_8b", "qwen3_14b", "qwen3_30b_a3b"],
     "b200x8": ["qwen3_0_6b", "qwen3_8b", "qwen3_30b_a3b"],
     "2x8": ["qwen3_8b", "qwen3_30b_a3b"],
 }
 MODELS = sorted({model for models in FITS.values() for model in models})
+PRETRAINED = sorted(
+    path.stem for path in (builtin_folder() / "conf" / "model").glob("*.yaml") if "source: folder" in path.read_text()
+)
 FITTING = [(scale, model) for scale, models in FITS.items() for model in models]
 LAPTOP = "87477b5c5edc1ede49b3"  # fingerprint of the evaluation at the end of the demo, and so of all that it reads
+
+
+@pytest.fixture
+def workspace(workspace):
+    """With what has to be fetched before a plan, or the looks of it."""
+    folder = workspace / "models" / "smollm2_135m"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    return workspace
 
 
 def planned(workspace, pipeline, *overrides):
@@ -131,10 +143,21 @@ def test_every_verl_stage_has_a_command(workspace, scale, model):
         assert bool(commands[item.stage.name]) == (item.stage.settings.backend == "verl"), item.stage.name
 
 
-def test_models_of_the_hub_are_pinned_to_a_commit():
-    for name in MODELS:
-        ref = (builtin_folder() / "conf" / "model" / f"{name}.yaml").read_text().split("ref: ")[1].split()[0]
-        assert len(ref.partition("@")[2]) == 40, ref
+@pytest.mark.parametrize("model", PRETRAINED)
+def test_every_model_from_outside_runs_on_eight_gpus(workspace, model):
+    plan = planned(workspace, "kimi_k3_verl_smoke", "scale=h200x8", f"model={model}")
+    commands = Launcher(plan, plan.stages, lambda text: None, fetch=False).commands()
+    assert sum(bool(text) for text in commands.values()) == sum(
+        item.stage.settings.backend == "verl" for item in plan.stages
+    )
+
+
+def test_models_of_the_hub_are_pinned_to_a_commit_where_they_do_not_say_that_it_is_a_branch():
+    for name in PRETRAINED:
+        text = (builtin_folder() / "conf" / "model" / f"{name}.yaml").read_text()
+        scheme, _, target = text.split("ref: ")[1].split()[0].partition(":")
+        pinned = len(target.partition("@")[2]) == 40
+        assert pinned or scheme == "path" or "The revision is a branch" in text, name
 
 
 def test_every_package_of_verls_environment_has_an_exact_version():
