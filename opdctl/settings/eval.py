@@ -19,6 +19,7 @@ class EvalBudget(Settings):
 class EvalSettings(Settings):
     data: Mixture
     rollout: Rollout  # `prompts`: per task; `group_size`: samples per prompt
+    whole: bool = False  # all held-out rows of each task, whatever their number; `prompts` of one that has no end
     pass_k: list[Count] = [1]
     within: EvalBudget | None = None
     confidence: Annotated[float, Field(gt=0, lt=1)] = 0.95
