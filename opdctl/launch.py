@@ -9,7 +9,7 @@ from typing import Any, cast
 from opdctl.backends import BACKENDS, embedded
 from opdctl.backends.contract import InputSpec, StageSpec
 from opdctl.errors import StageRefused
-from opdctl.fetch import gguf_folder, imported_gguf
+from opdctl.fetch import gguf_folder, hub_folder, imported_gguf
 from opdctl.plan import Plan, PlannedStage
 from opdctl.references import Input
 from opdctl.settings import AnyTask, NewModel
@@ -130,22 +130,8 @@ def _outside_models(
                 found[given.ref] = given.target.partition("@")[0]
             case "hf":
                 report(f"fetching {given.ref}")
-                found[given.ref] = _download(given.target)
+                found[given.ref] = str(hub_folder(given.target))
     return found
-
-
-def _download(target: str) -> str:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError
-
-    repo, _, revision = target.partition("@")
-    try:
-        return str(snapshot_download(repo, revision=revision))
-    except (HfHubHTTPError, OSError, ValueError) as error:
-        raise StageRefused(
-            f"hf:{target} cannot be fetched: {error}",
-            hint="see that the repository and the revision exist, that HF_TOKEN may read it, and that you are online",
-        ) from error
 
 
 def _task_data(task: AnyTask, folder: Path) -> dict[str, Any]:

@@ -2,17 +2,18 @@
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
 from opdctl import gates
 from opdctl.backends import BACKENDS
 from opdctl.errors import ConfigError
+from opdctl.fetch import COMMIT, hub_commit
 from opdctl.formulas import describe_merge, describe_opd, describe_rlvr
 from opdctl.identity import fingerprint, identity
 from opdctl.pipeline import Pipeline, Stage
-from opdctl.references import Addresses
+from opdctl.references import Addresses, Input
 from opdctl.settings import AnyStage, FileTask, OpdSettings, PublicTask, RlvrSettings, SampleSettings, SftSettings
 from opdctl.settings.merge import MergeSettings
 from opdctl.store import Parent, Record, RunDir, StageDir
@@ -48,18 +49,40 @@ class Plan:
     pipeline: Pipeline
     run: RunDir
     stages: tuple[PlannedStage, ...]  # each after all that it reads
+    pins: Mapping[str, str | None] = field(default_factory=dict)  # hf reference with a branch -> commit; None: unknown
 
 
 def make_plan(pipeline: Pipeline, run: RunDir, *, only: Sequence[str] = (), rerun: Sequence[str] = ()) -> Plan:
     """Decide on every stage. `only` and `rerun` select stages; with `only`, all others are left alone.
 
+    The hub is asked which commits the branches in `hf:` references stand for, and the plan is made with these commits.
+
     Raises ConfigError for a selector that matches nothing, data that cannot be read, or a gate on a metric that the
-    stage is known not to have.
+    stage is known not to have; StageRefused for a repository or a revision that does not exist.
     """
+    pipeline, pins = _pinned(pipeline)
     addresses = Addresses(pipeline.stages)
     again = _selected(addresses, rerun, "--rerun")
     selected = _selected(addresses, only, "--only") | again if only else set(pipeline.stages)
-    return _Planner(pipeline, run, selected, again).plan()
+    return replace(_Planner(pipeline, run, selected, again).plan(), pins=pins)
+
+
+def _pinned(pipeline: Pipeline) -> tuple[Pipeline, dict[str, str | None]]:
+    inputs = [given for stage in pipeline.stages.values() for given in stage.inputs if given.kind == "hf"]
+    targets = dict.fromkeys(given.target for given in inputs)
+    commits = {target: hub_commit(target) for target in targets if not COMMIT.fullmatch(target.partition("@")[2])}
+    if not commits:
+        return pipeline, {}
+
+    def pin(given: Input) -> Input:
+        commit = commits.get(given.target) if given.kind == "hf" else None
+        return replace(given, target=f"{given.target.partition('@')[0]}@{commit}") if commit else given
+
+    stages = {
+        name: replace(stage, inputs=tuple(pin(given) for given in stage.inputs))
+        for name, stage in pipeline.stages.items()
+    }
+    return replace(pipeline, stages=stages), {f"hf:{target}": commit for target, commit in commits.items()}
 
 
 def changes(before: Any, after: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -38,7 +38,17 @@ def plan_view(plan: Plan) -> RenderableType:
     for base, instances in groups.items():
         _add_group(table, base, instances)
     heading = Text.assemble((plan.pipeline.settings.name, "bold"), f", run {plan.run.name}: ", summary(plan.stages))
-    return Group(heading, "", table, *_formulas(plan.stages))
+    return Group(heading, "", table, *_pins(plan), *_formulas(plan.stages))
+
+
+def _pins(plan: Plan) -> list[RenderableType]:
+    lines: list[RenderableType] = [
+        Text(
+            f"{ref}: " + (f"commit {commit}" if commit else "the hub was not reached to tell its commit; run needs it")
+        )
+        for ref, commit in plan.pins.items()
+    ]
+    return ["", *lines] if lines else []
 
 
 def summary(stages: Iterable[PlannedStage]) -> str:
@@ -54,6 +64,7 @@ def plan_data(plan: Plan) -> dict[str, Any]:
         "source": plan.pipeline.source,
         "run": plan.run.name,
         "stages": [_stage_data(item) for item in plan.stages],
+        "pins": dict(plan.pins),
     }
 
 
