@@ -16,7 +16,8 @@ from opdctl.engine.policy import Policy
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _DENSE = 0.75  # finished rows are dropped once fewer than this share is alive: dropping copies the cache
-_CHUNK = 1 << 24  # logits looked at in one go, in float64: 128 MiB
+_CHUNK = 1 << 24  # logits multiplied in one go, and looked at by a GPU in float64: 128 MiB
+_CACHED = 1 << 20  # looked at by a CPU: larger buffers are mapped anew each time, which doubles the time
 
 
 class Part(NamedTuple):
@@ -163,21 +164,31 @@ def _choose(
     hidden_BD: Tensor, head_VD: Tensor, distribution: Distribution, uniform_B: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Token, its log-probability and the distribution's entropy for every row; without `uniform_B` the likeliest."""
-    parts = []
-    rows = max(1, _CHUNK // head_VD.shape[0])
+    parts: list[tuple[Tensor, Tensor, Tensor]] = []
+    rows, few = (max(1, most // head_VD.shape[0]) for most in (_CHUNK, _CACHED if head_VD.is_cpu else _CHUNK))
     for start in range(0, len(hidden_BD), rows):
-        logprobs_BV = distribution.logprobs(hidden_BD[start : start + rows] @ head_VD.T)
-        probs_BV = logprobs_BV.exp()
-        if uniform_B is None:
-            token_B1 = logprobs_BV.argmax(-1, keepdim=True)
-        else:
-            cumulative_BV = probs_BV.cumsum(-1, dtype=torch.float64)  # the end of a long float32 sum is coarse
-            target_B1 = uniform_B[start : start + rows, None] * cumulative_BV[:, -1:]
-            token_B1 = torch.searchsorted(cumulative_BV, target_B1, right=True)
-        logprob_B = logprobs_BV.gather(-1, token_B1)[:, 0]
-        entropy_B = -(probs_BV * logprobs_BV.clamp_min(-1e9)).sum(-1)  # 0 log 0 is 0
-        parts.append((token_B1[:, 0], logprob_B.float(), entropy_B.float()))
+        logits_BV = hidden_BD[start : start + rows] @ head_VD.T
+        uniforms = [None] * len(logits_BV) if uniform_B is None else uniform_B[start : start + rows].split(few)
+        parts += [
+            _choose_some(logits, distribution, u) for logits, u in zip(logits_BV.split(few), uniforms, strict=False)
+        ]
     if len(parts) == 1:
         return parts[0]
     tokens, logprobs, entropies = zip(*parts, strict=True)
     return torch.cat(tokens), torch.cat(logprobs), torch.cat(entropies)
+
+
+def _choose_some(
+    logits_BV: Tensor, distribution: Distribution, uniform_B: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    logprobs_BV = distribution.logprobs(logits_BV)
+    probs_BV = logprobs_BV.exp()
+    if uniform_B is None:
+        token_B1 = logprobs_BV.argmax(-1, keepdim=True)
+    else:
+        cumulative_BV = probs_BV.cumsum(-1, dtype=torch.float64)  # the end of a long float32 sum is coarse
+        target_B1 = uniform_B[:, None] * cumulative_BV[:, -1:]
+        token_B1 = torch.searchsorted(cumulative_BV, target_B1, right=True)
+    logprob_B = logprobs_BV.gather(-1, token_B1)[:, 0]
+    entropy_B = -probs_BV.mul_(logprobs_BV.clamp_min_(-1e9)).sum(-1)  # 0 log 0 is 0
+    return token_B1[:, 0], logprob_B.float(), entropy_B.float()

@@ -1,3 +1,5 @@
+from functools import wraps
+
 import pytest
 import torch
 from engine.models import WORDS, save_hf
@@ -7,6 +9,7 @@ from transformers import (
     Gemma3TextConfig,
     GPT2Config,
     LlamaConfig,
+    LlamaModel,
     MambaConfig,
     PhiConfig,
     Qwen3Config,
@@ -65,6 +68,40 @@ def test_logits_and_gradients_are_those_of_the_model(pair):
     expected = dict(model.named_parameters())
     for name, weight in policy.network.named_parameters():
         torch.testing.assert_close(weight.grad, expected[name].grad, atol=1e-4, rtol=1e-4)
+
+
+def test_shared_prefixes_give_the_states_and_gradients_of_plain_rows_or_are_refused(pair, request):
+    policy, _ = pair
+    group = [Sequence((3, 4, 5, 6), (7, 8, 2), 1), Sequence((3, 4, 5, 9), (10,), 1), Sequence((3, 4, 5), (11, 12), 1)]
+    shared = collate([*group, SEQUENCES[2]], share_prefixes=True, pad_id=0)
+    assert shared.mask_BTT is not None
+    windowed = "sliding" in request.node.callspec.id
+    assert policy.shares_prefixes != windowed
+    if windowed:
+        with pytest.raises(ValueError, match="reads no tree masks"):
+            policy.hidden(shared)
+        return
+    gradients = []
+    for batch in (shared, collate([*group, SEQUENCES[2]], share_prefixes=False, pad_id=0)):
+        policy.zero_grad()
+        states = policy.hidden(batch)
+        states.square().sum().backward()
+        gradients.append([states.detach(), *(weight.grad for weight in policy.parameters() if weight.grad is not None)])
+    for ours, plain in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, plain, atol=1e-4, rtol=1e-4)
+
+
+def test_a_network_that_does_not_heed_masks_shares_no_prefixes(tmp_path, monkeypatch):
+    save_hf(LlamaConfig(**SHAPE), tmp_path)
+    forward = LlamaModel.forward
+
+    @wraps(forward)
+    def deaf(self, *, attention_mask=None, **kwargs):
+        hears = attention_mask is None or attention_mask.dim() == 2
+        return forward(self, attention_mask=attention_mask if hears else None, **kwargs)
+
+    monkeypatch.setattr(LlamaModel, "forward", deaf)
+    assert not load_policy(tmp_path).shares_prefixes
 
 
 def test_greedy_generation_is_that_of_transformers(pair):

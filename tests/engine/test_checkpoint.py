@@ -221,4 +221,3 @@ def test_a_qwen3_variant_that_the_tight_forward_does_not_cover_goes_through_tran
     edit_json(folder / "config.json", **change)
     policy = load_policy(folder)
     assert not isinstance(policy, Qwen3Policy)
-    assert not policy.shares_prefixes
