@@ -26,6 +26,7 @@ from opdctl.settings import (
     PipelineSettings,
     PolicyGradientOpd,
     RlvrSettings,
+    Rollout,
     SampleStage,
     SelectStage,
     SequenceMask,
@@ -49,6 +50,8 @@ def missing(settings: AnyStage, inputs: Sequence[Input], pipeline: PipelineSetti
         case "vllm" if not isinstance(settings, EvalStage | SampleStage):
             yield "backend", f"vllm generates only: kind {settings.kind} needs backend: embedded or verl"
     if not isinstance(settings, MergeStage | SelectStage):
+        if settings.backend != "embedded":
+            yield from _long_rollouts(settings.backend, getattr(settings.config, "rollout", None))
         yield from _images(settings, {name: pipeline.tasks.get(name) for name in settings.config.data.tasks})
     if isinstance(settings, EvalStage) and settings.backend == "vllm" and settings.config.grader is not None:
         yield from _grader(settings.config.grader)
@@ -64,6 +67,18 @@ def _divergence(settings: EvalStage, inputs: Sequence[Input]) -> Iterator[Proble
     for role in ("before", "teachers", "after"):
         if not any(given.role == role for given in inputs):
             yield "config.divergence", f"compares students with their teachers: needs the input role {role} too"
+
+
+def _long_rollouts(backend: str, rollout: Rollout | None) -> Iterator[Problem]:
+    if rollout is not None and rollout.journal is not None:
+        text = f"{backend} keeps unfinished completions in memory, and a killed phase starts them anew: "
+        yield "config.rollout.journal", text + "backend: embedded has a journal"
+    if rollout is not None and rollout.partial is not None:
+        # PPOTrainerColocateAsync in trainer/ppo/v1: what is unfinished once a batch of prompts is whole is aborted, and
+        # asked for again after the update
+        own = ", and resources.verl.mode: async has verl's own, which waits for whole prompts instead of a fraction"
+        text = f"{backend} pauses no completions at a fraction of a batch: backend: embedded does"
+        yield "config.rollout.partial", text + (own if backend == "verl" else "")
 
 
 def _grader(grader: Grader) -> Iterator[Problem]:

@@ -9,6 +9,7 @@ from opdctl.references import Input, Problem, near_miss
 from opdctl.settings import (
     AnyStage,
     ChainTask,
+    EnvironmentTaskSettings,
     EvalSettings,
     EvalStage,
     FuseTask,
@@ -28,7 +29,6 @@ from opdctl.settings import (
     TopKOpd,
     Train,
 )
-from opdctl.settings.env_task import EnvironmentTaskSettings
 from opdctl.settings.merge import ConvexMerge, MergeSettings, SceMerge
 
 CONVEX_TOLERANCE = 1e-6  # a third is 0.333333 to most writers
@@ -52,6 +52,9 @@ def check_stage(settings: AnyStage, inputs: Sequence[Input], pipeline: PipelineS
         yield from check_losses(config)
     if isinstance(config, EvalSettings):
         yield from _eval(config, inputs, pipeline)
+    if isinstance(config, EvalSettings | SampleSettings) and config.rollout.partial is not None:
+        text = f"would not be read: kind {settings.kind} has one model and no later weights; rlvr and opd have"
+        yield "config.rollout.partial", text
     if isinstance(config, RlvrSettings | EvalSettings) and config.grader is not None:
         yield from _grader(config.grader, config)
     if isinstance(config, MergeSettings):

@@ -23,6 +23,8 @@ from opdctl.settings.policy_loss import weighs_by_current
 
 def check_losses(config: RlvrSettings | OpdSettings) -> Iterator[Problem]:
     """Key and text of every contradiction in what the stage minimises."""
+    if config.rollout.partial is not None:
+        yield from _partial(config)
     if isinstance(config, RlvrSettings):
         yield from _policy("config", config.surrogate, config.mismatch, config)
         yield from _rlvr(config)
@@ -61,21 +63,21 @@ def _policy(
             "over its tokens: give aggregation: sequence_mean",
         )
     if rule is not None:
-        yield from _rule(key, rule, updates)
+        yield from _rule(key, rule, updates, config.rollout.partial is not None)
 
 
 def _shown(rule: Mismatch | None) -> str:
     return "icepop with policy: current" if isinstance(rule, IcePop) else "dis"
 
 
-def _rule(key: str, rule: Mismatch, updates: int) -> Iterator[Problem]:
+def _rule(key: str, rule: Mismatch, updates: int, waits: bool) -> Iterator[Problem]:
     match rule:
         case Tis(floor=low, cap=high):
             names = "floor", "cap"
         case IcePop(low=low, high=high) | SequenceMask(low=low, high=high):
             names = "low", "high"
         case Opsm():
-            if updates == 1:
+            if updates == 1 and not waits:
                 yield (
                     f"{key}.mismatch.rule",
                     "opsm drops sequences that the policy has moved away from since they were sampled, and with one "
@@ -92,6 +94,27 @@ def _rule(key: str, rule: Mismatch, updates: int) -> Iterator[Problem]:
             f"{names[0]} {low:g} to {names[1]} {high:g} does not hold 1, so the rule would change tokens on which the "
             "trainer and the sampler agree",
         )
+
+
+# ----------------------------------------------------------------------------------------------- partial rollouts
+
+
+def _partial(config: RlvrSettings | OpdSettings) -> Iterator[Problem]:
+    """Completions of several weights need a loss that knows by which they were drawn, or that does not ask."""
+    key, why = "config.rollout.partial", "a completion that waited was drawn by older weights"
+    if config.rollout.turns is not None:
+        yield key, "an episode cannot wait, for its environment goes on in this step: leave out partial, or turns"
+    if isinstance(config, RlvrSettings):
+        if config.mismatch is None:
+            yield "config.mismatch", f"required by rollout.partial: {why}; give a rule, such as {{rule: tis, cap: 2}}"
+        return
+    loss = config.loss
+    if config.sampled_by == "teacher":
+        yield key, "waits for the student's next weights, and with sampled_by: teacher the student writes nothing"
+    if isinstance(loss, PolicyGradientOpd) and loss.mismatch is None:
+        yield "config.loss.mismatch", f"required by rollout.partial: {why}; give a rule, such as {{rule: tis, cap: 2}}"
+    if isinstance(loss, OverlapOpd) or (isinstance(loss, MiniLlmOpd) and loss.discount > 0):
+        yield key, f"{why}, and form {loss.form} is a policy gradient without a ratio to them: take policy_gradient"
 
 
 # ------------------------------------------------------------------------------------------------------------- RL

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,11 @@ from opdctl.engine.effort import BudgetEstimator
 from opdctl.engine.episodes import totals
 from opdctl.engine.eval_report import CellScore, cell_name, examined, means, report_of, routes
 from opdctl.engine.grader import Agreement, Graded, open_grader
+from opdctl.engine.journal import PhaseLog, open_journal, sampler
 from opdctl.engine.loop import completions_per_call, open_policy, open_tasks, role
 from opdctl.engine.recovery import damaged, write_text, write_whole
 from opdctl.engine.rows import Mixer, Renderer, Row, judge, roll, stream_seed
-from opdctl.engine.sampling import Completions, Generate, merged, sample
+from opdctl.engine.sampling import Completions, Generate, merged
 from opdctl.engine.scores import (
     CellCounts,
     pass_at_k,
@@ -38,6 +39,7 @@ class Candidate:
     generate: Generate[Completions]
     renderer: Renderer
     batch: int | None  # completions drawn in one call; None: all of a model's, the engine makes its own batches
+    journal: PhaseLog | None = None  # of its calls
 
 
 Opener = Callable[[InputSpec], AbstractContextManager[Candidate]]
@@ -80,13 +82,16 @@ def run(spec: StageSpec, control: Control, opener: Opener | None = None) -> Stag
 
 def in_this_process(spec: StageSpec, rollout: Rollout, precision: str = "float32") -> Opener:
     """Opens models in the embedded engine."""
-    batch = completions_per_call(spec, rollout)
+    batch, journal = completions_per_call(spec, rollout), open_journal(spec)
 
     @contextmanager
     def opened(given: InputSpec) -> Iterator[Candidate]:
         policy, tokenizer = open_policy(spec, given, precision)
         policy.requires_grad_(False)
-        yield Candidate(partial(sample, policy), Renderer(tokenizer, policy.eos_ids), batch)
+        if journal is not None:
+            journal.begin(f"model-{zlib.crc32(given.label.encode()):08x}", alone=True)
+        generate = sampler(policy, journal, given.source or given.path)
+        yield Candidate(generate, Renderer(tokenizer, policy.eos_ids), batch, journal)
 
     return opened
 

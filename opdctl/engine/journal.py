@@ -44,11 +44,13 @@ class PhaseLog:
     def __init__(self, folder: Path, every: int, seed: int) -> None:
         self.folder, self.every, self.seed = folder, every, seed
         self.phase = ""
+        self._begun: set[Path] = set()
         self._parts: dict[bytes, list[Part]] = defaultdict(list)  # digest of a call -> its parts
 
     def begin(self, phase: str, *, alone: bool = False) -> None:
         """From now on calls belong to the phase of this name; `alone`: what other phases wrote is superseded."""
         self.phase = phase
+        self._begun.add(self._file)
         self._parts.clear()
         for file in self.folder.glob("*.log") if alone else ():
             if file != self._file:
@@ -57,10 +59,11 @@ class PhaseLog:
             self._parts[digest].append(part)
 
     def clear(self) -> None:
-        """What was drawn up to here is saved elsewhere."""
+        """What the phases begun up to here drew is saved elsewhere; later ones, of a process before this, are kept."""
         self._parts.clear()
-        for file in self.folder.glob("*.log"):
-            file.unlink()
+        for file in self._begun:
+            file.unlink(missing_ok=True)
+        self._begun = {self._file}
 
     @property
     def _file(self) -> Path:

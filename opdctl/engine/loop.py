@@ -16,6 +16,7 @@ from torch import Tensor
 from opdctl.backends.contract import Control, InputSpec, StageResult, StageSpec, Stopped
 from opdctl.engine.batch import TokenBatch
 from opdctl.engine.checkpoint import Tokenizer, load_policy, load_tokenizer, new_policy, save_policy
+from opdctl.engine.journal import open_journal
 from opdctl.engine.optim import AdamW, learning_rate
 from opdctl.engine.policy import Policy
 from opdctl.engine.recovery import Recovery, Save
@@ -85,6 +86,7 @@ class Trainer:
         self.step = 0
         self.position: dict[str, int] = {}  # data positions and what was spent; saved and restored with the weights
         self.extra: dict[str, Tensor] = {}  # whatever else a resumed stage needs; saved and restored alike
+        self.journal = open_journal(spec)  # of what is drawn between two saves
         self._began = time.process_time()
         self._metrics: Metrics = {}
         self._recovery = Recovery(spec.state)
@@ -97,6 +99,8 @@ class Trainer:
         saved_at = self.step
         while self.step < self.train.max_steps:
             began, before = time.perf_counter(), self.step
+            if self.journal is not None:
+                self.journal.begin(f"step-{self.step}")
             metrics = iteration(self.step)
             if self.step - before != updates:
                 raise AssertionError(f"iteration made {self.step - before} optimizer steps, not {updates}")
@@ -167,6 +171,8 @@ class Trainer:
         position = {**self.position, "cpu_ms": self._cpu_ms()}
         extra = {f"extra.{name}": value for name, value in self.extra.items()}
         self._recovery.save(Save(self.step, position, metrics, {**weights, **moments, **extra}))
+        if self.journal is not None:
+            self.journal.clear()
 
     def _restore(self, saved: Save) -> None:
         self.step, self.position, self._metrics = saved.step, dict(saved.position), dict(saved.metrics)

@@ -12,12 +12,14 @@ from opdctl.backends.contract import StageSpec
 from opdctl.engine.advantages import group_advantages
 from opdctl.engine.batch import Sequence, micro_batches
 from opdctl.engine.episodes import episode_metrics
+from opdctl.engine.journal import sampler
 from opdctl.engine.loop import Metrics, Trainer, mean, open_frozen, open_tasks, role
 from opdctl.engine.losses import opd_advantage
 from opdctl.engine.opd_advantages import balanced, extrapolated_teacher, margin_shifts
+from opdctl.engine.partial import PartialRollouts
 from opdctl.engine.policy import Policy, completion_logprobs
 from opdctl.engine.rows import Mixer, Renderer, Row, judge, roll, stream_seed
-from opdctl.engine.sampling import Episode, sample
+from opdctl.engine.sampling import Episode, Rollout
 from opdctl.engine.teacher_states import States
 from opdctl.engine.teachers import Router
 from opdctl.engine.vocab import token_logprobs
@@ -60,6 +62,11 @@ class Sampler:
         self.tasks = open_tasks(spec)
         self.mixer = Mixer(self.tasks, settings.data, "train", stream_seed(spec.seed, "opd"))
         self.router = Router(role(spec, "teachers"), settings.route_by, settings.default_teacher)
+        self.seed = stream_seed(spec.seed, "opd-sample")
+        self.partial: PartialRollouts | None = None
+        if settings.rollout.partial is not None:
+            renderer = Renderer(trainer.tokenizer, self.student.eos_ids)
+            self.partial = PartialRollouts(settings, trainer, self.mixer, renderer, self.seed)
         self.micro_batch_tokens = int(spec.resources["micro_batch_tokens"])
         self.logprobs = partial(completion_logprobs, micro_batch_tokens=self.micro_batch_tokens)
         self.form = settings.loss if isinstance(settings.loss, PolicyGradientOpd) else None
@@ -68,15 +75,12 @@ class Sampler:
 
     def collect(self, step: int) -> tuple[list[Scored], Metrics]:
         """One rollout batch, prompt-major, without the surplus that `balance` leaves out."""
-        prompts = self.settings.rollout.prompts
-        start = self.trainer.position.get("rows", 0)
-        self.trainer.position["rows"] = start + prompts
-        drawn = self._draw(self.mixer.rows(start, prompts))
+        drawn, waited = self._draw()
         outcome = self._outcome(drawn)
         kept = list(range(len(drawn)))
         if self.settings.balance:
             kept = balanced([one.correct for one in drawn], stream_seed(self.spec.seed, "opd-balance", step))
-        metrics = self._metrics(drawn, kept)
+        metrics = self._metrics(drawn, kept) | waited
         if self.form is not None and self.form.outcome_weight:
             metrics["outcome_advantage"] = mean(map(abs, outcome))
         drawn, bonuses = [drawn[i] for i in kept], [outcome[i] for i in kept]
@@ -95,31 +99,51 @@ class Sampler:
             metrics["margin_shift"] = mean(map(abs, shifts))
         return rows, metrics
 
-    def _draw(self, rows: list[Row]) -> list[Drawn]:
-        """Completions of the student, or of each row's teacher."""
-        teachers = [self.router.teacher(row.prompt.columns) for row in rows]
+    def _draw(self) -> tuple[list[Drawn], Metrics]:
+        """Completions of the student, or of each row's teacher, prompt-major, and how long they waited."""
+        if self.partial is not None:
+            whole = self.partial.collect()
+            numbers, renderer = range(len(whole.rows)), self.partial.renderer
+            return self._judged(renderer, whole.rows, numbers, whole.prompts, whole.rollout), whole.metrics
+        start, count = self.trainer.position.get("rows", 0), self.settings.rollout.prompts
+        self.trainer.position["rows"] = start + count
+        rows = self.mixer.rows(start, count)
         if self.settings.sampled_by == "student":
-            return self._complete(self.student, rows, teachers, range(len(rows)))
+            return self._complete(self.student, "policy", rows, range(count)), {}
+        teachers = [self.router.teacher(row.prompt.columns) for row in rows]
         drawn: list[Drawn] = []
         for number in sorted(set(teachers)):
             own = [i for i, teacher in enumerate(teachers) if teacher == number]
-            drawn += self._complete(self.states.policy(number), rows, teachers, own)
-        return sorted(drawn, key=lambda one: one.prompt)
+            drawn += self._complete(self.states.policy(number), f"teacher-{number}", rows, own)
+        return sorted(drawn, key=lambda one: one.prompt), {}
 
-    def _complete(self, policy: Policy, rows: list[Row], teachers: list[int], numbers: SequenceOf[int]) -> list[Drawn]:
+    def _complete(self, policy: Policy, name: str, rows: list[Row], numbers: SequenceOf[int]) -> list[Drawn]:
         """What the policy writes to the rows of these numbers."""
         options, size = self.settings.rollout, self.settings.rollout.group_size
         renderer = Renderer(self.trainer.tokenizer, policy.eos_ids)
         asked = [rows[number] for number in numbers]
-        seed = stream_seed(self.spec.seed, "opd-sample")
-        prompts, rollout = roll(partial(sample, policy), renderer, asked, options, seed=seed, group_size=size)
+        generate = sampler(policy, self.trainer.journal, name)
+        prompts, rollout = roll(generate, renderer, asked, options, seed=self.seed, group_size=size)
+        return self._judged(renderer, asked, numbers, prompts, rollout)
+
+    def _judged(
+        self,
+        renderer: Renderer,
+        asked: list[Row],
+        numbers: SequenceOf[int],
+        prompts: list[list[int]],
+        rollout: Rollout,
+    ) -> list[Drawn]:
+        """`asked[k]` is row `numbers[k]` of the batch."""
+        size = self.settings.rollout.group_size
+        teachers = [self.router.teacher(row.prompt.columns) for row in asked]
         verdicts = judge(self.tasks, asked, renderer.texts(rollout.completions), size, rollout.episodes)
         logprobs = rollout.sampling_logprobs_N.split(rollout.counted)
         return [
             Drawn(
                 numbers[i // size],
                 rollout.sequence(i, prompts[i // size], 1 + numbers[i // size]),
-                teachers[numbers[i // size]],
+                teachers[i // size],
                 logprobs[i],
                 rollout.finished[i],
                 verdicts[i].correct and rollout.finished[i],

@@ -6,6 +6,7 @@ is `advantages.group_advantages`, what the policy follows is `losses.policy_loss
 
 import math
 from collections.abc import Iterator
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,11 +19,13 @@ from opdctl.engine.batch import Sequence, TokenBatch, micro_batches
 from opdctl.engine.effort import BudgetEstimator
 from opdctl.engine.episodes import episode_metrics
 from opdctl.engine.grader import GenerativeReward, open_grader
+from opdctl.engine.journal import sampler
 from opdctl.engine.loop import Metrics, Trainer, completions_per_call, mean, open_frozen, open_policy, open_tasks, role
 from opdctl.engine.losses import aggregate, kl_penalty, policy_loss
+from opdctl.engine.partial import PartialRollouts
 from opdctl.engine.policy import Policy, completion_logprobs
 from opdctl.engine.rows import Mixer, Renderer, Row, judge, roll, stream_seed
-from opdctl.engine.sampling import Rollout, sample
+from opdctl.engine.sampling import Rollout
 from opdctl.engine.teachers import check_vocabularies
 from opdctl.engine.vocab import token_logprobs
 from opdctl.settings import LogRatioClip, RlvrSettings
@@ -73,10 +76,14 @@ class _Sampler:
     def __init__(self, spec: StageSpec, settings: RlvrSettings, trainer: Trainer) -> None:
         self.spec, self.settings, self.trainer = spec, settings, trainer
         self.policy: Policy = trainer.policy
-        self.generate = partial(sample, self.policy)
+        self.generate = sampler(self.policy, trainer.journal, "policy")
         self.tasks = open_tasks(spec)
         self.mixer = Mixer(self.tasks, settings.data, "train", stream_seed(spec.seed, "rlvr"))
         self.renderer = Renderer(trainer.tokenizer, self.policy.eos_ids)
+        self.seed = stream_seed(spec.seed, "rlvr-sample")
+        self.partial: PartialRollouts | None = None
+        if settings.rollout.partial is not None:
+            self.partial = PartialRollouts(settings, trainer, self.mixer, self.renderer, self.seed)
         self.micro_batch_tokens = int(spec.resources["micro_batch_tokens"])
         self.logprobs = partial(
             completion_logprobs,
@@ -88,7 +95,11 @@ class _Sampler:
         if settings.effort is not None:
             cold_start = open_frozen(spec, role(spec, "budget")[0])
             self.budgets = BudgetEstimator(
-                partial(sample, cold_start), self.mixer, self.renderer, settings.effort.budget, settings.rollout
+                sampler(cold_start, trainer.journal, "budget"),
+                self.mixer,
+                self.renderer,
+                settings.effort.budget,
+                settings.rollout,
             )
         self.grader: GenerativeReward | None = None
         if settings.grader is not None:
@@ -127,11 +138,7 @@ class _Sampler:
 
     def _round(self, step: int) -> tuple[list["_Group"], Metrics]:
         options = self.settings.rollout
-        start = self.trainer.position.get("rows", 0)
-        self.trainer.position["rows"] = start + options.prompts
-        rows = self.mixer.rows(start, options.prompts)
-        seed = stream_seed(self.spec.seed, "rlvr-sample")
-        prompts, rollout = roll(self.generate, self.renderer, rows, options, seed=seed, group_size=options.group_size)
+        rows, numbers, prompts, rollout, waited = self._draw()
         rewards_PG, metrics = self._rewards(rows, prompts, rollout, step)
         bound = self.settings.max_advantage or math.inf
         advantages = group_advantages(rewards_PG, self.settings.advantage).clamp(-bound, bound).flatten().tolist()
@@ -140,7 +147,7 @@ class _Sampler:
         size = options.group_size
         groups = [
             _Group(
-                [rollout.sequence(i, prompts[p], 1 + start + p) for i in members],
+                [rollout.sequence(i, prompts[p], 1 + numbers[p]) for i in members],
                 [advantages[i] for i in members],
                 [sampled[i] for i in members],
                 [rollout.finished[i] for i in members],
@@ -150,7 +157,19 @@ class _Sampler:
             for members in [range(p * size, (p + 1) * size)]
         ]
         metrics["tied_groups"] = mean(float(group.tied) for group in groups)
-        return groups, metrics
+        return groups, metrics | waited
+
+    def _draw(self) -> tuple[list[Row], SequenceOf[int], list[list[int]], Rollout, Metrics]:
+        """Prompts, their numbers and ids, what was written to them, and how long it waited."""
+        options = self.settings.rollout
+        if self.partial is not None:
+            whole = self.partial.collect()
+            return whole.rows, whole.numbers, whole.prompts, whole.rollout, whole.metrics
+        start = self.trainer.position.get("rows", 0)
+        self.trainer.position["rows"] = start + options.prompts
+        rows, size = self.mixer.rows(start, options.prompts), options.group_size
+        prompts, rollout = roll(self.generate, self.renderer, rows, options, seed=self.seed, group_size=size)
+        return rows, range(start, start + len(rows)), prompts, rollout, {}
 
     def _rewards(
         self, rows: list[Row], prompts: list[list[int]], rollout: Rollout, step: int

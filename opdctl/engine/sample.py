@@ -74,6 +74,8 @@ def run(spec: StageSpec, control: Control, opener: Opener | None = None) -> Stag
                 sampled, tally = sampler.answers(candidate, cell, rows)
                 done += len(rows)
                 state.save(cell, rows, done, sampled, tally)
+                if candidate.journal is not None:
+                    candidate.journal.clear()
                 control.emit(done, total, tally.rates(), phase="sample")
     return _publish(spec, settings, sampler, [(cell, *state.load(cell, rows)) for cell, rows in blocks])
 
