@@ -7,6 +7,7 @@ over the seeds. A block of one seed has the intervals of its evaluation (Wilson,
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Any
 
 from opdctl.comparison.costs import Ledger
 from opdctl.comparison.exams import METRICS, Exam, exams_of
@@ -15,7 +16,18 @@ from opdctl.engine.scores import Estimate, by_domain, difference, mean_interval,
 from opdctl.references import unseeded
 from opdctl.store import RunDir, StageDir
 
-HEALTH = ("reverse_kl", "overlap", "student_entropy", "teacher_entropy", "entropy", "length", "accuracy")
+HEALTH = (
+    "reverse_kl",
+    "overlap",
+    "student_entropy",
+    "teacher_entropy",
+    "entropy",
+    "length",
+    "accuracy",
+    "turns",
+    "valid_calls",
+)
+EPISODES = ("turns", "valid_calls")  # of them the report tells
 ENOUGH = 0.95  # share of the final training accuracy
 COSTS = {  # all_: with everything that the student was made from
     "sampled_tokens": "tokens sampled",
@@ -90,6 +102,7 @@ class Student:
     kind: str  # of the stage that made it; empty for a model from outside
     scores: Mapping[str, Scores]
     length: Value  # mean completion in the evaluation, tokens
+    episodes: Mapping[str, Mapping[str, float]]  # cell -> means: `turns` of an episode, `valid_calls` of tools
     cost: Mapping[str, Value | None]  # COSTS
     health: Mapping[str, Health]
 
@@ -253,9 +266,15 @@ def _student(label: str, exams: Sequence[Exam], stages: Mapping[int, StageDir], 
         kind=" ".join(sorted(kinds)),
         scores={metric: _scores(named, metric) for metric in METRICS if all(exam.has(metric) for exam in exams)},
         length=length,
+        episodes=_episodes([exam.report["models"][name] for exam, name in named], cells),
         cost=_cost(stages, drawn, ledger, confidence),
         health=_health(drawn, confidence),
     )
+
+
+def _episodes(scored: Sequence[Mapping[str, Any]], cells: Sequence[str]) -> dict[str, dict[str, float]]:
+    played = [cell for cell in cells if all(of[cell].get("episodes") for of in scored)]
+    return {cell: {name: fmean(of[cell]["episodes"][name] for of in scored) for name in EPISODES} for cell in played}
 
 
 def _scores(students: Sequence[tuple[Exam, str]], metric: str) -> Scores:

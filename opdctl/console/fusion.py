@@ -3,7 +3,7 @@
 Reads the plain data of `report.json` (`opdctl/engine/eval.py`, `scores.py`). Rates are shown in percent.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -71,8 +71,8 @@ def _percent(value: float) -> str:
 
 
 def report_view(stage: str, report: Report) -> RenderableType:
-    """The fusion tables where the stage has before, teachers and after, and lengths; else a line a model. Then what a
-    grader made of them."""
+    """The fusion tables where the stage has before, teachers and after, lengths and episodes; else a line a model. Then
+    what a grader made of them."""
     fusion = report["fusion"]
     counts = f"{len(report['models'])} models, {len(report['cells'])} cells"
     parts: list[RenderableType] = [Text.assemble((stage, "bold"), f": {counts}"), ""]
@@ -82,7 +82,11 @@ def report_view(stage: str, report: Report) -> RenderableType:
     for metric in TITLES:
         if tables := [table for table in fusion if table["metric"] == metric]:
             parts += [FusionTable(tables, report["normalised_score"]), ""]
-    return Group(*parts, Text("mean length, tokens", style="bold"), _lengths_table(report, fusion), *graded)
+    parts += [Text("mean length, tokens", style="bold"), _lengths_table(report, fusion)]
+    if played := [cell for cell in report["cells"] if _played(report["models"].values(), cell)]:
+        parts += ["", Text("turns of an episode, and valid calls of tools, %", style="bold")]
+        parts.append(_episodes_table(report, fusion, played))
+    return Group(*parts, *graded)
 
 
 def _models_table(models: Mapping[str, Mapping[str, Report]]) -> RenderableType:
@@ -105,12 +109,30 @@ def _length(cell: Report) -> float:
     return float(cell["length_mean"])
 
 
+def _played(models: Iterable[Mapping[str, Report]], cell: str) -> bool:
+    return any(cells[cell].get("episodes") for cells in models)
+
+
+def _episodes_table(report: Report, fusion: Sequence[Report], cells: Sequence[str]) -> RenderableType:
+    before, teacher, after = _compared(report, fusion)
+    table = grid(["cell", "before", "teacher", *map(heading, after)])
+    for cell in cells:
+        played = [report["models"][label][cell]["episodes"] for label in (before, teacher[cell], *after)]
+        table.add_row(cell, *(f"{own['turns']:.2f} {_percent(own['valid_calls']):>5}" for own in played))
+    return table
+
+
+def _compared(report: Report, fusion: Sequence[Report]) -> tuple[str, Mapping[str, str], Sequence[str]]:
+    """The student before, each cell's routed teacher, the students after."""
+    (before,) = (label for label, role in report["roles"].items() if role == "before")
+    teacher = {row["cell"]: row["teacher_label"] for row in fusion[0]["rows"]}
+    return before, teacher, list(dict.fromkeys(table["model"] for table in fusion))
+
+
 def _lengths_table(report: Report, fusion: Sequence[Report]) -> RenderableType:
     """Rows are effort levels; columns the student before, the routed teachers and each student after."""
     models = report["models"]
-    (before,) = (label for label, role in report["roles"].items() if role == "before")
-    after = list(dict.fromkeys(table["model"] for table in fusion))
-    teacher = {row["cell"]: row["teacher_label"] for row in fusion[0]["rows"]}
+    before, teacher, after = _compared(report, fusion)
     levels: dict[str, list[str]] = {}  # cells are TASK.EFFORT, or TASK alone
     for cell in report["cells"]:
         levels.setdefault(cell.rpartition(".")[2] if "." in cell else "all", []).append(cell)

@@ -18,6 +18,8 @@ CURVES = {
     "entropy": "entropy",
     "length": "length of the completions, tokens",
     "accuracy": "training accuracy",
+    "turns": "turns of an episode",
+    "valid_calls": "valid calls of tools, share",
 }
 
 
@@ -48,6 +50,7 @@ def block_parts(block: Block) -> Iterator[Html]:
         scored = [student for student in block.students if metric in student.scores]
         if scored:
             yield from _scores(scored, metric, title, colours)
+    yield from _episodes(block.students)
     yield from _costs(block.students)
     yield from _health(block.students, colours)
 
@@ -117,6 +120,19 @@ def _charts(students: Sequence[Student], metric: str, colours: dict[str, int]) -
         if spent:
             drawn.append(scatter("score beside cost", spent, colours, COSTS[name]))
     return Html(f'<div class="charts">{"".join(drawn)}</div>')
+
+
+def _episodes(students: Sequence[Student]) -> Iterator[Html]:
+    cells = dict.fromkeys(cell for student in students for cell in student.episodes)
+    if not cells:
+        return
+    yield heading(3, "Turns of an episode, and valid calls of tools, %")
+    rows: list[list[str | Cell]] = []
+    for cell in cells:
+        played = [student.episodes.get(cell) for student in students]
+        shown = [f"{of['turns']:.2f}, {of['valid_calls'] * 100:.1f}" if of else "-" for of in played]
+        rows.append([cell, *shown])
+    yield table(["cell", *(Cell(student.label) for student in students)], rows)
 
 
 def _costs(students: Sequence[Student]) -> Iterator[Html]:

@@ -16,10 +16,11 @@ from opdctl.pages.graph import Item, stage_graph
 from opdctl.pages.page import Cell, Html, bullets, details, facts, heading, legend, page, paragraph, table, text
 from opdctl.story import Chapter, Story
 
+EPISODES = {"turns": "turns of an episode", "valid_calls": "valid calls of tools, share"}
 LEARNING = {  # kind -> metric -> caption
     "sft": {"loss": "loss"},
-    "rlvr": {"reward": "reward", "accuracy": "accuracy", "length": "length, tokens", "entropy": "entropy"},
-    "opd": {"reverse_kl": "reverse KL, per token", "accuracy": "accuracy", "length": "length, tokens"},
+    "rlvr": {"reward": "reward", "accuracy": "accuracy", "length": "length, tokens", "entropy": "entropy"} | EPISODES,
+    "opd": {"reverse_kl": "reverse KL, per token", "accuracy": "accuracy", "length": "length, tokens"} | EPISODES,
 }
 MOST = 10  # lines of a chart, as many as there are colours
 LONG = 60  # letters of a value that is shown whole

@@ -5,6 +5,7 @@ the pipeline or in the scale. Which of them make two stages different is in `opd
 """
 
 from opdctl.fields import NAME_PATTERN, AxisValue, Settings
+from opdctl.settings.env_task import EnvironmentTaskSettings, LookupTask, RepairTask
 from opdctl.settings.eval import EvalBudget, EvalSettings, SelectSettings
 from opdctl.settings.grading import Endpoint, Grader
 from opdctl.settings.merge import MergeSettings
@@ -154,6 +155,9 @@ __all__ = [
     "UpdateExtrapolation",
     "WeightedInput",
     "WordTokenizer",
+    "EnvironmentTaskSettings",
+    "LookupTask",
+    "RepairTask",
     "PublicTask",
     "WordProblemTask",
 ]

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from opdctl.fields import Count, Fraction, Name, Seed, Settings
+from opdctl.settings.env_task import LookupTask, RepairTask
 from opdctl.settings.public_task import WordProblemTask
 
 
@@ -110,7 +111,7 @@ def _task_tag(value: Any) -> Any:
     return value.get("task", "file") if isinstance(value, dict) else value.task
 
 
-AnyTask = ChainTask | UndoTask | GradeTask | FuseTask | FactsTask | FileTask | WordProblemTask
+AnyTask = ChainTask | UndoTask | GradeTask | FuseTask | FactsTask | FileTask | LookupTask | RepairTask | WordProblemTask
 TASKS: Mapping[str, type[AnyTask]] = {
     "chain": ChainTask,
     "undo": UndoTask,
@@ -118,6 +119,8 @@ TASKS: Mapping[str, type[AnyTask]] = {
     "fuse": FuseTask,
     "facts": FactsTask,
     "file": FileTask,
+    "lookup": LookupTask,
+    "repair": RepairTask,
     "word_problems": WordProblemTask,
 }
 TaskSettings = Annotated[
@@ -127,6 +130,8 @@ TaskSettings = Annotated[
     | Annotated[FuseTask, Tag("fuse")]
     | Annotated[FactsTask, Tag("facts")]
     | Annotated[FileTask, Tag("file")]
+    | Annotated[LookupTask, Tag("lookup")]
+    | Annotated[RepairTask, Tag("repair")]
     | Annotated[WordProblemTask, Tag("word_problems")],
     Discriminator(_task_tag),
 ]

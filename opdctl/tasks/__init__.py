@@ -19,6 +19,8 @@ from opdctl.settings import (
     FileTask,
     FuseTask,
     GradeTask,
+    LookupTask,
+    RepairTask,
     UndoTask,
     WordProblemTask,
 )
@@ -171,6 +173,14 @@ def load_verifier(
 ) -> Callable[[Prompt, str], Verdict]:
     """`verify` of the task called `name`; the rows of a file are not read."""
     if isinstance(settings, FileTask):
+        case LookupTask():
+            from opdctl.tasks.toy_agents import Lookup
+
+            return Lookup(name, settings, efforts)
+        case RepairTask():
+            from opdctl.tasks.toy_agents import Repair
+
+            return Repair(name, settings, efforts)
         case WordProblemTask():
             from opdctl.tasks.word_problems import WordProblems
 
