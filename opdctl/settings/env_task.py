@@ -17,8 +17,8 @@ class LookupTask(EnvironmentTaskSettings):
     """Values that a tool alone knows, applied in turn (`opdctl/tasks/toy_agents.py`)."""
 
     task: Literal["lookup"]
-    keys: Annotated[int, Field(ge=1, le=7)] = 4  # that a problem names
-    strides: dict[str, Count] = {"low": 4, "high": 2, "max": 1}  # keys asked for in a turn, at this effort
+    keys: Annotated[int, Field(ge=1, le=7)] = 3  # that a problem names
+    strides: dict[str, Count] = {"low": 3, "high": 2, "max": 1}  # keys asked for in a turn, at this effort
     held_out: Fraction = 0.1  # share of all problems kept for evaluation, by start state and operations
     misread: Fraction = 0.65  # demonstrations: chance that a misread operation is applied wrongly
     noise: Fraction = 0.01  # demonstrations: chance that a state is random
@@ -30,8 +30,8 @@ class RepairTask(EnvironmentTaskSettings):
     """Programs of a few lines, one of them wrong (`opdctl/tasks/toy_agents.py`)."""
 
     task: Literal["repair"]
-    lines: Annotated[int, Field(ge=1, le=4)] = 4
-    runs: dict[str, Level] = {"low": 0, "high": 1, "max": 4}  # of the tests at this effort, the last after an edit
+    lines: Annotated[int, Field(ge=1, le=4)] = 3
+    runs: dict[str, Level] = {"low": 0, "high": 1, "max": 2}  # of the tests at this effort, the last after an edit
     visible: Annotated[int, Field(ge=1, le=9)] = 6  # of the nine states those that tests can show; all are judged
     held_out: Fraction = 0.1  # share of all problems kept for evaluation, by program, line and right operation
     misread: Fraction = 0.5  # demonstrations: chance that all tests but the report go unheeded

@@ -1,11 +1,11 @@
 """Two tasks in turns for models of some hundred words: a user of a tool, and a fixer of programs.
 
-`lookup`: `<ask> c a f b <max> 3` names keys and a start state. What a key does to the state (an operation of the chain
+`lookup`: `<ask> c a f <max> 3` names keys and a start state. What a key does to the state (an operation of the chain
 task's domain `math`) is known to the tool alone: `<call> get key: c a </call>` is answered by `<obs> *2 +1`. The last
 turn, without a call, is the final state. At a low effort all keys are asked for at once and the result is worked out
-unseen; at a high one operation and state are written after every key.
+unseen; at a high one the state is written after every key.
 
-`repair`: `<fix> swap x+1 ret y+1 l3: 12 21 <max>` shows a program of lines, each an operation of the domain `code`, and
+`repair`: `<fix> swap x+1 ret l3: 12 21 <max>` shows a program of lines, each an operation of the domain `code`, and
 a report: line 3 should make 21 of 12, and does not. `<call> edit l3: x=y </call>` replaces a line, and
 `<call> run </call>` runs the tests and is answered by `<obs> pass` or by the next one that fails, `<obs> l3: 20 00`. A
 turn may do both. A turn without a call ends the episode; then hidden tests decide: all states, the visible ones among
@@ -212,7 +212,7 @@ class Lookup(_Stream):
             ops = [op for op in heard.split() if op in self.domain.steps]
             for op in ops:
                 state = _sloppy(rng, self.domain, state, op, settings.misread, settings.noise)
-            told = " ".join([*(ops if stride == 1 else ()), state])
+            told = state
         yield told, []
 
 

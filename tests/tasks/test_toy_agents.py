@@ -52,11 +52,12 @@ def test_a_careful_writer_is_right_where_he_looks_and_longer_at_more_effort(task
         verdict, written = replayed(task, shown)
         right[shown.prompt.columns["effort"]].append(verdict.correct)
         lengths[shown.prompt.columns["effort"]].append(sum(len(text.split()) + 1 for text in written))
-    assert all(right["max"])
+    assert sum(right["max"]) / 100 > 0.95
+    assert sum(right["low"]) <= sum(right["high"]) <= sum(right["max"])
     low, high, most = (sum(lengths[effort]) / 100 for effort in LEVELS)
-    # budgets of the recipe, on a prompt's longest answer at `max`: 0.36 and 0.60
-    assert low <= 0.36 * most
-    assert high <= 0.60 * most
+    # budgets of the recipe, on a prompt's longest answer at `max`: 0.55 and 0.80
+    assert low <= 0.55 * most
+    assert high <= 0.8 * most
 
 
 def test_the_sloppy_writer_leaves_much_to_gain():
