@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import toy
+import yaml
 
 from opdctl.lock import worker_lives
 
@@ -54,6 +55,58 @@ def test_a_run_killed_at_random_moments_ends_with_the_undisturbed_weights(tmp_pa
         assert digests(workspace) == expected
         assert not living_workers(workspace)
         number += 1
+
+
+LONG = {
+    "name": "long",
+    "defaults": [{"/model": "tiny_qwen3"}, "_self_"],
+    "tasks": {"math": {"task": "chain", "domain": "math", "strides": {"max": 1}}},
+    "tracking": {"enabled": False},
+    "machine": {"slots": 1, "cpus": 1},
+    "stages": {
+        "rl": {
+            "kind": "rlvr",
+            "backend": "embedded",
+            "inputs": {"init": "model:"},  # made at random: its completions are long, and of any length
+            "config": {
+                "data": {"tasks": ["math"]},
+                "rollout": {
+                    "prompts": 16,
+                    "group_size": 8,
+                    "max_prompt_tokens": 12,
+                    "max_completion_tokens": 112,
+                    "journal": {"every_tokens": 4},
+                },
+                "train": {"max_steps": 2, "global_batch_size": 128, "save_every": 2, "optimizer": {"lr": 1e-3}},
+                "unfinished_reward": -1.0,
+            },
+        }
+    },
+}
+
+
+def run_long(workspace: Path) -> list[str | Path]:
+    (workspace / "long.yaml").write_text(yaml.safe_dump(LONG))
+    return [sys.executable, "-m", "opdctl", "run", workspace / "long.yaml", "--workspace", workspace]
+
+
+def test_a_rollout_phase_killed_amid_its_completions_goes_on_from_the_journal(tmp_path):
+    """No step of the second phase is saved, so that all it has is its journal; the first phase's is there as well."""
+    finish(run_long, tmp_path / "undisturbed")
+    workspace = tmp_path / "killed"
+    workspace.mkdir()
+    journal = workspace / "runs/long/stages/rl/state/journal"
+    with subprocess.Popen(run_long(workspace), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        while not (journal / "step-1.log").exists() or (journal / "step-1.log").stat().st_size < 20_000:
+            assert process.poll() is None
+            time.sleep(0.001)
+        process.kill()
+        assert all(_kill(pid) for pid in living_workers(workspace))
+    assert not (journal.parent / "step.json").exists()
+    held = [file.name for file in journal.iterdir()]
+    assert sorted(held) == ["step-0.log", "step-1.log"]
+    finish(run_long, workspace)
+    assert digests(workspace) == digests(tmp_path / "undisturbed")
 
 
 def finish(command: Callable[[Path], list[str | Path]], workspace: Path) -> float:
