@@ -166,13 +166,6 @@ def load_task(name: str, settings: AnyTask, efforts: EffortSettings | None, work
             from opdctl.tasks.files import FileRows
 
             return FileRows(name, settings, efforts, workspace)
-
-
-def load_verifier(
-    name: str, settings: AnyTask, efforts: EffortSettings | None, workspace: Path
-) -> Callable[[Prompt, str], Verdict]:
-    """`verify` of the task called `name`; the rows of a file are not read."""
-    if isinstance(settings, FileTask):
         case LookupTask():
             from opdctl.tasks.toy_agents import Lookup
 
@@ -185,6 +178,13 @@ def load_verifier(
             from opdctl.tasks.word_problems import WordProblems
 
             return WordProblems(name, settings, efforts, workspace)
+
+
+def load_verifier(
+    name: str, settings: AnyTask, efforts: EffortSettings | None, workspace: Path
+) -> Callable[[Prompt, str], Verdict]:
+    """`verify` of the task called `name`; the rows of a file are not read."""
+    if isinstance(settings, FileTask):
         from opdctl.tasks.files import row_verifier
 
         return row_verifier(name, settings, workspace)
