@@ -30,6 +30,7 @@ class Check:
     function: str  # "package.module:function", found as this process would find it
     arguments: Sequence[Any]  # JSON
     limits: Limits = FUNCTION
+    imports: Sequence[str] = ()  # modules that the function imports late: before its time begins
 
 
 @dataclass(frozen=True)

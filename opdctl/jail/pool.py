@@ -1,5 +1,6 @@
 """The host's side of a jail: worker processes, what they are asked, and how long they may take."""
 
+import atexit
 import contextlib
 import json
 import os
@@ -88,10 +89,10 @@ class _Worker:
         if self._given != (limits.memory_mib, limits.file_mib):
             self._end_functions()
         server = self._functions or self._start_functions(limits)
-        question = {"function": check.function, "arguments": check.arguments, "cpu_s": limits.cpu_s}
+        question = {"function": check.function, "arguments": check.arguments, "imports": check.imports}
         try:
             with contextlib.suppress(ConnectionError):  # it has ended: `receive` says so
-                send(server.control, question | {"output": limits.output_kib * 1024})
+                send(server.control, question | {"cpu_s": limits.cpu_s, "output": limits.output_kib * 1024})
             answer = server.receive(limits.wall_s)
         except TimeoutError:
             self._end_functions()
@@ -313,6 +314,7 @@ def shared() -> Jail:
         if os.getpid() not in _shared:  # a forked child has another
             _shared.clear()
             _shared[os.getpid()] = Jail()
+            atexit.register(_shared[os.getpid()].close)
         return _shared[os.getpid()]
 
 

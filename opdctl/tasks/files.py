@@ -6,10 +6,8 @@ prompt stay on one side.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from types import TracebackType
 
 from opdctl.errors import ConfigError, StageFailed
 from opdctl.settings import AnyTask, EffortSettings, FileTask
@@ -17,7 +15,7 @@ from opdctl.tasks import Demonstration, Prompt, Split, Verdict, effort_wording, 
 from opdctl.tasks.mapping import SHOWN, Message, read_rows
 from opdctl.tasks.mapping import Row as Row
 from opdctl.tasks.shards import data_files, sha256
-from opdctl.tasks.verifiers import BUILTIN, resolve
+from opdctl.tasks.verifiers import VerifierError, resolve
 
 OURS = ("domain", "effort")  # columns that every row gets
 
@@ -56,37 +54,31 @@ def split_of(row: Row, settings: FileTask) -> Split:
     return "eval" if held else "train"
 
 
-@dataclass(frozen=True)
-class _Naming:
-    """Turns what a user's verifier raises into a failure that names the task, the verifier and the row."""
+def row_verifier(name: str, settings: FileTask, workspace: Path | None = None) -> Callable[[Prompt, str], Verdict]:
+    """`FileRows.verify` of a task, without reading its file."""
+    verify_all = rows_verifier(name, settings, workspace)
+    return lambda prompt, completion: verify_all([(prompt, completion)])[0]
 
-    task: str
-    verifier: str
-    row: Row
 
-    def __enter__(self) -> None: ...
+def rows_verifier(
+    name: str, settings: FileTask, workspace: Path | None = None
+) -> Callable[[Sequence[tuple[Prompt, str]]], list[Verdict]]:
+    """`FileRows.verify_all` of a task, the same. Raises StageFailed where the user's verifier fails."""
+    verifier = resolve(settings.verifier, f"tasks.{name}.verifier", workspace or Path.cwd())
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if isinstance(error, Exception | SystemExit):  # sys.exit would end the worker without a word
+    def verify_all(pairs: Sequence[tuple[Prompt, str]]) -> list[Verdict]:
+        rows: list[Row] = [prompt.answer for prompt, _ in pairs]
+        try:
+            return verifier([(completion, row.answer) for (_, completion), row in zip(pairs, rows, strict=True)])
+        except VerifierError as error:
+            row = rows[error.index]
             raise StageFailed(
-                f"task {self.task}: verifier {self.verifier} failed on row {self.row.number}, answer "
-                f"{self.row.answer[:60]!r}: {type(error).__name__}: {error}",
+                f"task {name}: verifier {settings.verifier} failed on row {row.number}, answer {row.answer[:60]!r}: "
+                f"{error}",
                 hint="a verifier judges any text: have it return False for what it cannot read",
             ) from error
 
-
-def row_verifier(name: str, settings: FileTask, workspace: Path | None = None) -> Callable[[Prompt, str], Verdict]:
-    """`FileRows.verify` of a task, without reading its file."""
-    verifier = resolve(settings.verifier, f"tasks.{name}.verifier", workspace or Path.cwd())
-
-    def verify(prompt: Prompt, completion: str) -> Verdict:
-        row: Row = prompt.answer
-        if settings.verifier in BUILTIN:
-            return verifier(completion, row.answer)
-        with _Naming(name, settings.verifier, row):
-            return verifier(completion, row.answer)
-
-    return verify
+    return verify_all
 
 
 class FilePrompts:
@@ -101,7 +93,7 @@ class FilePrompts:
         self.name, self.settings, self.efforts = name, settings, efforts
         self.folder = workspace or Path.cwd()
         self._check_settings()
-        self._verify = row_verifier(name, settings, workspace)
+        self.verify_all = rows_verifier(name, settings, workspace)
         self._groups = first_group(name)
 
     def _check_settings(self) -> None:
@@ -159,7 +151,7 @@ class FilePrompts:
         return Demonstration(self.prompt(row, effort, position), completion)
 
     def verify(self, prompt: Prompt, completion: str) -> Verdict:
-        return self._verify(prompt, completion)
+        return self.verify_all([(prompt, completion)])[0]
 
     def reference(self, prompt: Prompt) -> str | None:
         """The answer where the verifier compares with it, else the row's completion, if the file has one."""

@@ -1,4 +1,4 @@
-"""Verifiers by name, for rows with a reference answer: `resolve(name)` gives f(completion, answer) -> Verdict.
+"""Verifiers by name, for rows with a reference answer: `resolve(name)` gives one for many completions at a time.
 
 | name              | a completion is correct when                                                                    |
 |-------------------|-------------------------------------------------------------------------------------------------|
@@ -9,28 +9,32 @@
 | `math_verify`     | the Math-Verify library finds its expression equal to the answer's                              |
 | `package.module:f`| your own f(completion, answer) says so, with a bool, a number (1.0 or more is correct) or a     |
 |                   | Verdict; it is looked for among what is installed, then in the workspace                        |
+
+The first two are quick on any text and work in this process; the others work in `opdctl.jail`, where a text on which
+they hang, crash or fill the memory costs its own verdict only.
 """
 
 import importlib
 import logging
 import math
+import os
 import re
-import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
+from functools import lru_cache
 from pathlib import Path
-from types import FrameType
-from typing import SupportsFloat
+from typing import Any, Protocol, SupportsFloat
 
-from opdctl.errors import ConfigError, StageFailed
+from opdctl.errors import ConfigError
+from opdctl.jail import Check, shared
+from opdctl.jail.checks import FUNCTION
 from opdctl.tasks import Task, Verdict
 
-Verifier = Callable[[str, str], Verdict]
-
-TIME_LIMIT_S = 3.0  # CPU seconds for one verdict by `regex` or `math_verify`; wall time would judge by the load
+LIMITS = FUNCTION  # of `regex` and `math_verify`, for one verdict
+OWN_LIMITS = replace(FUNCTION, cpu_s=60.0, wall_s=120.0)
+LOSSES = 3  # of an own verifier that never gave a verdict: then it is broken, and all rewards would be 0
 RELATIVE_TOLERANCE = 1e-6  # of `numeric`, where one of the two numbers is not a whole one
 
 CUSTOM = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -46,20 +50,101 @@ TOWER = re.compile(
 )
 
 
+logger = logging.getLogger(__name__)
+
+
+class Verifier(Protocol):
+    def __call__(self, pairs: Sequence[tuple[str, str]]) -> list[Verdict]:
+        """Verdicts of (completion, answer). Raises VerifierError where an own verifier fails."""
+        ...
+
+
+class VerifierError(Exception):
+    """`str()` says how the verifier failed on pair number `index`."""
+
+    def __init__(self, index: int, message: str) -> None:
+        self.index = index
+        super().__init__(message)
+
+
 def resolve(name: str, key: str = "verifier", workspace: Path | None = None) -> Verifier:
     """The verifier called `name`; `key` is the configuration key that errors blame.
 
     Your own is imported from `workspace`, the current folder where absent.
     """
+    if name in QUICK:
+        return _in_process(QUICK[name])
+    folder = workspace or Path.cwd()
+    if name not in BUILTIN:
+        _function(name, key, folder)  # what cannot be found is refused now
+    return _Jailed(name, folder)
+
+
+def _function(name: str, key: str, workspace: Path) -> Callable[[str, str], Verdict]:
     if name in BUILTIN:
         return BUILTIN[name]
     if CUSTOM.fullmatch(name):
-        return _custom(name, key, workspace or Path.cwd())
+        return _custom(name, key, workspace)
     near = get_close_matches(name, BUILTIN, n=1)
     raise ConfigError(
         f"{key}: {name!r} is not a verifier" + (f"; did you mean {near[0]!r}?" if near else ""),
         hint=f"one of {', '.join(BUILTIN)}, or package.module:function for your own",
     )
+
+
+def _in_process(function: Callable[[str, str], Verdict]) -> Verifier:
+    return lambda pairs: [function(completion, answer) for completion, answer in pairs]
+
+
+class _Jailed:
+    """A verifier whose work on a text may take any time and memory."""
+
+    def __init__(self, name: str, workspace: Path) -> None:
+        self.name, self.workspace = name, str(workspace.absolute())
+        self._limits = LIMITS if name in BUILTIN else OWN_LIMITS
+        self._proven, self._lost = name in BUILTIN, 0
+
+    def __call__(self, pairs: Sequence[tuple[str, str]]) -> list[Verdict]:
+        verdicts = [_before_parsing(*pair) if self.name == "math_verify" else None for pair in pairs]
+        asked = [i for i, verdict in enumerate(verdicts) if verdict is None]
+        late = ["math_verify"] if self.name == "math_verify" else []
+        judge = "opdctl.tasks.verifiers:judged"
+        checks = [Check(judge, [self.name, self.workspace, *pairs[i]], self._limits, late) for i in asked]
+        for i, outcome in zip(asked, shared().run(checks), strict=True):
+            if outcome.failure == "error":
+                raise VerifierError(i, outcome.detail)
+            if outcome.failure:
+                verdicts[i] = self._without_verdict(i, outcome.detail or outcome.failure)
+            else:
+                correct, reward, details = outcome.value
+                verdicts[i] = Verdict(correct, reward, details)
+                self._proven = True
+        return [verdict for verdict in verdicts if verdict is not None]
+
+    def _without_verdict(self, index: int, why: str) -> Verdict:
+        if self.name not in BUILTIN:
+            self._lost += 1
+            if self._lost >= LOSSES and not self._proven:
+                raise VerifierError(index, f"{why}, {self._lost} times, and never gave a verdict")
+            logger.error("opdctl: verifier %s %s; a completion counts as wrong", self.name, why)
+        return Verdict(False, 0.0, {"reason": why})
+
+
+def judged(name: str, workspace: str, completion: str, answer: str) -> list[Any]:
+    """[correct, reward, details] by a verifier: what runs in the jail."""
+    os.chdir(workspace)
+    verdict = _cached(name, workspace)(completion, answer)
+    # of a user's Verdict, perhaps a numpy bool with details that are no JSON
+    details = {
+        str(name): value if isinstance(value, bool | int | float) else str(value)
+        for name, value in verdict.details.items()
+    }
+    return [bool(verdict.correct), float(verdict.reward), details]
+
+
+@lru_cache
+def _cached(name: str, workspace: str) -> Callable[[str, str], Verdict]:
+    return _function(name, "verifier", Path(workspace))
 
 
 def answer_problem(name: str, answer: str) -> str:
@@ -118,67 +203,43 @@ def _number(text: str) -> str | float | None:
 
 
 def regex(completion: str, answer: str) -> Verdict:
-    """A pattern that takes more than three CPU seconds counts as not matched: `(a+)+b` could take years."""
-    try:
-        with _time_limit("regex"):
-            return _verdict(re.fullmatch(answer, completion.strip()) is not None, "the pattern does not match")
-    except _Expired:
-        return _verdict(False, f"took more than {TIME_LIMIT_S} s")
+    """In a jail: a pattern such as `(a+)+b` may take years."""
+    return _verdict(re.fullmatch(answer, completion.strip()) is not None, "the pattern does not match")
 
 
 def math_verify(completion: str, answer: str) -> Verdict:
-    """Symbolic comparison by Math-Verify. What takes more than three CPU seconds counts as wrong."""
-    if completion.strip() == answer.strip():
-        return _verdict(True, "")
-    boxed = completion.rfind("\\boxed")  # what Math-Verify looks at first
-    if TOWER.search(completion if boxed < 0 else completion[boxed:]):
-        return _verdict(False, "too large a power, factorial or binomial to be computed")
+    """Symbolic comparison by Math-Verify. In a jail: many expressions take hours."""
+    known = _before_parsing(completion, answer)
+    if known is not None:
+        return known
     from math_verify import parse, verify
 
     # The library's own limits are of wall time, a verdict that depends on the load; it warns when they are off.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     answer = answer.rpartition(FINAL)[2].strip()
     marked = answer if any(mark in answer for mark in ("$", "\\boxed", "\\(", "\\[")) else f"${answer}$"
-    try:
-        with _time_limit("math_verify"):
-            wanted, found = parse(marked, parsing_timeout=None), parse(completion, parsing_timeout=None)
-            return _verdict(bool(verify(wanted, found, timeout_seconds=None)), "not equal to the answer")
-    except _Expired:
-        return _verdict(False, f"took more than {TIME_LIMIT_S} s")
+    wanted, found = parse(marked, parsing_timeout=None), parse(completion, parsing_timeout=None)
+    return _verdict(bool(verify(wanted, found, timeout_seconds=None)), "not equal to the answer")
 
 
-BUILTIN: dict[str, Verifier] = {"exact": exact, "numeric": numeric, "regex": regex, "math_verify": math_verify}
+def _before_parsing(completion: str, answer: str) -> Verdict | None:
+    """What needs no symbolic algebra: the same text, and what algebra could not compute."""
+    if completion.strip() == answer.strip():
+        return _verdict(True, "")
+    boxed = completion.rfind("\\boxed")  # what Math-Verify looks at first
+    if TOWER.search(completion if boxed < 0 else completion[boxed:]):
+        return _verdict(False, "too large a power, factorial or binomial to be computed")
+    return None
 
 
-class _Expired(BaseException):
-    """The time limit is over. No Exception: Math-Verify would catch that and go on."""
-
-
-@contextmanager
-def _time_limit(name: str) -> Iterator[None]:
-    """Raises _Expired inside the block after TIME_LIMIT_S seconds of this process's CPU time, and again each time."""
-
-    def expire(number: int, frame: FrameType | None) -> None:
-        raise _Expired
-
-    if threading.current_thread() is not threading.main_thread():
-        raise StageFailed(
-            f"verifier {name} was called outside the main thread, where its time limit cannot work",
-            hint="verify in the main thread of a process",
-        )
-    before = signal.signal(signal.SIGVTALRM, expire)
-    signal.setitimer(signal.ITIMER_VIRTUAL, TIME_LIMIT_S, TIME_LIMIT_S)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
+QUICK: dict[str, Callable[[str, str], Verdict]] = {"exact": exact, "numeric": numeric}
+BUILTIN = QUICK | {"regex": regex, "math_verify": math_verify}
 
 
 # ----------------------------------------------------------------------------------------------------------- own
 
 
-def _custom(name: str, key: str, workspace: Path) -> Verifier:
+def _custom(name: str, key: str, workspace: Path) -> Callable[[str, str], Verdict]:
     module, _, function = name.partition(":")
     here = str(workspace.absolute())
     if here not in sys.path:

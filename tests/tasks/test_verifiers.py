@@ -3,16 +3,24 @@ import sys
 import textwrap
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opdctl.errors import ConfigError, StageFailed
+from opdctl.errors import ConfigError
 from opdctl.settings import ChainTask
-from opdctl.tasks import Verdict
+from opdctl.tasks import Verdict, verifiers
 from opdctl.tasks.chain import ChainStream
-from opdctl.tasks.verifiers import BUILTIN, TOWER, answer_problem, check_references, resolve
+from opdctl.tasks.verifiers import BUILTIN, TOWER, VerifierError, answer_problem, check_references
+
+
+def resolve(name, *where):
+    """f(completion, answer) for one completion."""
+    verifier = verifiers.resolve(name, *where)
+    return lambda completion, answer: verifier([(completion, answer)])[0]
+
 
 NUMERIC = [
     # completion, answer, correct
@@ -94,25 +102,22 @@ def test_regex(completion, answer, correct):
     assert resolve("regex")(completion, answer).correct == correct
 
 
-def test_a_catastrophic_pattern_ends_as_not_matched(monkeypatch):
-    monkeypatch.setattr("opdctl.tasks.verifiers.TIME_LIMIT_S", 0.2)
-    begin = time.process_time()
+@pytest.fixture
+def short(monkeypatch):
+    monkeypatch.setattr(verifiers, "LIMITS", replace(verifiers.LIMITS, cpu_s=1.0))
+
+
+def test_a_catastrophic_pattern_ends_as_not_matched(short):
     verdict = resolve("regex")("a" * 60, "(a+)+b")
     assert not verdict.correct
-    assert "took more than" in verdict.details["reason"]
-    assert time.process_time() - begin < 1
+    assert verdict.details["reason"] == "took more than 1 s of CPU time"
 
 
-# the alarm may fall into hypothesis' garbage-collection callback, which swallows it; it rings again
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_hard_comparison_ends_as_wrong(monkeypatch):
-    resolve("math_verify")("1", "2")  # loads the library
-    monkeypatch.setattr("opdctl.tasks.verifiers.TIME_LIMIT_S", 0.2)
-    begin = time.process_time()
-    verdict = resolve("math_verify")("$" + "{" * 2000 + "$", "2")  # the library takes minutes to find no expression
-    assert not verdict.correct
-    assert "took more than" in verdict.details["reason"]
-    assert time.process_time() - begin < 2
+def test_a_hard_comparison_ends_as_wrong_and_costs_no_other(short):
+    easy, hard = ("$\\frac{1}{2}$", "0.5"), ("$" + "{" * 2000 + "$", "2")  # minutes to find no expression
+    verdicts = verifiers.resolve("math_verify")([easy, hard, easy])
+    assert [verdict.correct for verdict in verdicts] == [True, False, True]
+    assert verdicts[1].details["reason"] == "took more than 1 s of CPU time"
 
 
 @pytest.mark.parametrize(
@@ -156,19 +161,12 @@ def test_math_verify_bears_a_tower_on_the_way_to_a_boxed_answer():
 
 
 @pytest.mark.parametrize("name", ["math_verify", "regex"])
-def test_a_verifier_with_a_time_limit_refuses_to_run_in_a_thread(name):
-    caught = []
-
-    def judge():
-        try:
-            resolve(name)("1", "2")
-        except StageFailed as error:
-            caught.append(error)
-
-    thread = threading.Thread(target=judge)
+def test_a_verifier_with_a_time_limit_works_in_any_thread(name):
+    found = []
+    thread = threading.Thread(target=lambda: found.append(resolve(name)("1", "1")))
     thread.start()
     thread.join()
-    assert name in str(caught[0])
+    assert found[0].correct
 
 
 @given(
@@ -218,14 +216,14 @@ def test_a_function_of_the_workspace_may_return_a_bool_a_number_or_a_verdict(gra
 
 @pytest.mark.parametrize("function", ["nothing", "text", "nan"])
 def test_a_function_that_returns_no_judgement_is_an_error(graders, function):
-    with pytest.raises(TypeError, match=f"graders:{function} returned"):
+    with pytest.raises(VerifierError, match=f"TypeError: graders:{function} returned"):
         resolve(f"graders:{function}")("a", "b")
 
 
 def test_a_file_of_the_workspace_hides_no_installed_package(graders, monkeypatch):
     monkeypatch.delitem(sys.modules, "colorsys", raising=False)
     (graders / "colorsys.py").write_text("def rgb_to_hsv(completion, answer): return True")
-    with pytest.raises(TypeError):  # the one of the standard library, which takes three numbers
+    with pytest.raises(VerifierError, match="TypeError"):  # the one of the standard library, which takes three numbers
         resolve("colorsys:rgb_to_hsv")("a", "b")
 
 

@@ -39,7 +39,6 @@ EOS = 2
 @pytest.fixture
 def manager_of(monkeypatch):
     """verl's own way to a reward manager, as the overrides name it."""
-    made = []
 
     def make(spec):
         files = written(spec)
@@ -48,12 +47,9 @@ def manager_of(monkeypatch):
         config = config_of(spec)
         tokenizer = hf_tokenizer(spec.inputs[0].path)
         manager = load_reward_manager(config, tokenizer, reward_router_address=None, reward_model_tokenizer=None)
-        made.append(manager)
         return manager, rows_of(files.train)
 
     yield make
-    for manager in made:
-        manager.judge.close()
     told.cache_clear()
 
 

@@ -22,7 +22,7 @@ from opdctl.tasks import Verdict
 
 
 class OpdctlRewardManager(RewardManagerBase):  # type: ignore[misc]  # verl carries no types
-    """Judges by the stage's own tasks, whose verifiers run in a child process."""
+    """Judges by the stage's own tasks."""
 
     def __init__(self, config: Any, tokenizer: Any, compute_score: Any, **router: Any) -> None:
         super().__init__(config, tokenizer, compute_score)
