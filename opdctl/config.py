@@ -15,7 +15,7 @@ from opdctl.errors import ConfigError
 from opdctl.fetch import MODELS, MODELS_FOLDER
 from opdctl.pipeline import Pipeline, expand
 from opdctl.references import near_miss
-from opdctl.settings import FileTask, PublicTask
+from opdctl.settings import FileTask, PublicTask, ToolTaskSettings
 from opdctl.tasks.shards import data_files
 from opdctl.templates import InstanceOverride, Late, marker
 from opdctl.validation import BROKEN
@@ -350,6 +350,9 @@ def _missing_files(pipeline: Pipeline) -> Iterator[str]:
         for file in task.files().values() if isinstance(task, PublicTask) else ():
             if not (pipeline.folder / file).is_file():
                 yield f"tasks.{name}.path: no such file: {file}"
+        for key, given in task.files().items() if isinstance(task, ToolTaskSettings) else ():
+            if not (pipeline.folder / given).exists():
+                yield f"tasks.{name}.{key}: no such file: {given}"
     models: dict[tuple[str, str], str] = {}
     for stage in pipeline.stages.values():
         for item in stage.inputs:

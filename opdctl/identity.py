@@ -7,7 +7,7 @@ from typing import Any
 
 from opdctl.checks import used_efforts
 from opdctl.pipeline import Stage
-from opdctl.settings import FileTask, PublicTask
+from opdctl.settings import FileTask, PublicTask, ToolTaskSettings
 
 
 def identity(stage: Stage, inputs: Mapping[str, Any], data: Mapping[str, Any], revision: str) -> dict[str, Any]:
@@ -43,6 +43,8 @@ def _task_identity(name: str, task: Any, data: Mapping[str, Any]) -> dict[str, A
     if isinstance(task, FileTask | PublicTask) and task.path is not None:
         plain = {key: value for key, value in plain.items() if key not in ("path", "eval_path")}
         plain["data"] = data[name]
+    if isinstance(task, ToolTaskSettings) and task.files():
+        plain = {key: value for key, value in plain.items() if key not in task.FILES} | {"data": data[name]}
     return plain
 
 

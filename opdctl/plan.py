@@ -14,7 +14,16 @@ from opdctl.formulas import describe_merge, describe_opd, describe_rlvr
 from opdctl.identity import fingerprint, identity
 from opdctl.pipeline import Pipeline, Stage
 from opdctl.references import Addresses, Input
-from opdctl.settings import AnyStage, FileTask, OpdSettings, PublicTask, RlvrSettings, SampleSettings, SftSettings
+from opdctl.settings import (
+    AnyStage,
+    FileTask,
+    OpdSettings,
+    PublicTask,
+    RlvrSettings,
+    SampleSettings,
+    SftSettings,
+    ToolTaskSettings,
+)
 from opdctl.settings.merge import MergeSettings
 from opdctl.store import Parent, Record, RunDir, StageDir
 
@@ -189,11 +198,16 @@ class _Planner:
         data = {
             name: self._data(name, t)
             for name, t in stage.settings.tasks.items()
-            if isinstance(t, FileTask | PublicTask)
+            if isinstance(t, FileTask | PublicTask | ToolTaskSettings)
         }
         return identity(stage, inputs, data, BACKENDS[stage.settings.backend].REVISION)
 
-    def _data(self, name: str, task: FileTask | PublicTask) -> Any:
+    def _data(self, name: str, task: FileTask | PublicTask | ToolTaskSettings) -> Any:
+        if isinstance(task, ToolTaskSettings):
+            paths = {key: self.pipeline.folder / path for key, path in task.files().items()}
+            return {
+                key: (self.digests.tree if path.is_dir() else self.digests.file)(path) for key, path in paths.items()
+            }
         if isinstance(task, PublicTask):
             return {file: self.digests.file(self.pipeline.folder / path) for file, path in task.files().items()}
         if name not in self.data:

@@ -267,6 +267,22 @@ def test_rows_may_move_and_their_content_may_not_change(run, workspace):
     assert planned["sft"].reason.startswith("tasks.math.data.rows: ")
 
 
+def test_what_a_task_with_tools_reads_counts_by_its_content(run, workspace):
+    for name in ("here", "there"):
+        (workspace / name).mkdir()
+        (workspace / name / "a.md").write_text("the mill stands at the brook")
+    (workspace / "q.jsonl").write_text('{"question": "where?", "answer": "here"}')
+
+    def searched(corpus):
+        turns = {"max_turns": 2, "max_turn_tokens": 3, "max_observation_tokens": 3}
+        bounded = {f"stages.{stage}.config.rollout.turns": turns for stage in ("max", "fuse", "eval")}
+        return bounded | {"tasks.math": {"task": "search", "corpus": corpus, "questions": "q.jsonl"}}
+
+    first, second = (plan(run, searched(corpus))["sft"].fingerprint for corpus in ("here", "there"))
+    (workspace / "there" / "a.md").write_text("the mill stands at the lake")
+    assert first == second != plan(run, searched("there"))["sft"].fingerprint
+
+
 def test_rows_are_hashed_once(run, workspace, monkeypatch):
     data = _rows(workspace / "here" / "a.jsonl", '{"p": "1", "a": "1"}\n')
     (workspace / "runs").mkdir()

@@ -70,6 +70,14 @@ from opdctl.settings.task import (
     TaskSettings,
     UndoTask,
 )
+from opdctl.settings.tool_task import (
+    AnyToolTask,
+    CalculatorTask,
+    PythonTask,
+    RepositoryTask,
+    SearchTask,
+    ToolTaskSettings,
+)
 from opdctl.settings.train import Budget, Journal, Lora, Mixture, Optimizer, Partial, Rollout, Train, Turns
 from opdctl.workers import Machine, Resources
 
@@ -159,5 +167,11 @@ __all__ = [
     "LookupTask",
     "RepairTask",
     "PublicTask",
+    "AnyToolTask",
+    "CalculatorTask",
+    "PythonTask",
+    "RepositoryTask",
+    "SearchTask",
+    "ToolTaskSettings",
     "WordProblemTask",
 ]

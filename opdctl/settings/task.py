@@ -9,6 +9,7 @@ from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 from opdctl.fields import Count, Fraction, Name, Seed, Settings
 from opdctl.settings.env_task import LookupTask, RepairTask
 from opdctl.settings.public_task import WordProblemTask
+from opdctl.settings.tool_task import AnyToolTask, CalculatorTask, PythonTask, RepositoryTask, SearchTask
 
 
 class ChainTask(Settings):
@@ -111,7 +112,8 @@ def _task_tag(value: Any) -> Any:
     return value.get("task", "file") if isinstance(value, dict) else value.task
 
 
-AnyTask = ChainTask | UndoTask | GradeTask | FuseTask | FactsTask | FileTask | LookupTask | RepairTask | WordProblemTask
+AnyEnvironmentTask = LookupTask | RepairTask | AnyToolTask
+AnyTask = ChainTask | UndoTask | GradeTask | FuseTask | FactsTask | FileTask | AnyEnvironmentTask | WordProblemTask
 TASKS: Mapping[str, type[AnyTask]] = {
     "chain": ChainTask,
     "undo": UndoTask,
@@ -121,6 +123,10 @@ TASKS: Mapping[str, type[AnyTask]] = {
     "file": FileTask,
     "lookup": LookupTask,
     "repair": RepairTask,
+    "calculator": CalculatorTask,
+    "python_tool": PythonTask,
+    "search": SearchTask,
+    "repository": RepositoryTask,
     "word_problems": WordProblemTask,
 }
 TaskSettings = Annotated[
@@ -132,6 +138,10 @@ TaskSettings = Annotated[
     | Annotated[FileTask, Tag("file")]
     | Annotated[LookupTask, Tag("lookup")]
     | Annotated[RepairTask, Tag("repair")]
+    | Annotated[CalculatorTask, Tag("calculator")]
+    | Annotated[PythonTask, Tag("python_tool")]
+    | Annotated[SearchTask, Tag("search")]
+    | Annotated[RepositoryTask, Tag("repository")]
     | Annotated[WordProblemTask, Tag("word_problems")],
     Discriminator(_task_tag),
 ]

@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from opdctl.errors import ConfigError
 from opdctl.settings import (
     AnyTask,
+    CalculatorTask,
     ChainTask,
     EffortSettings,
     FactsTask,
@@ -20,7 +21,10 @@ from opdctl.settings import (
     FuseTask,
     GradeTask,
     LookupTask,
+    PythonTask,
     RepairTask,
+    RepositoryTask,
+    SearchTask,
     UndoTask,
     WordProblemTask,
 )
@@ -174,6 +178,10 @@ def load_task(name: str, settings: AnyTask, efforts: EffortSettings | None, work
             from opdctl.tasks.toy_agents import Repair
 
             return Repair(name, settings, efforts)
+        case CalculatorTask() | PythonTask() | SearchTask() | RepositoryTask():
+            from opdctl.tasks.environments import open_tool_task
+
+            return open_tool_task(name, settings, efforts, workspace)
         case WordProblemTask():
             from opdctl.tasks.word_problems import WordProblems
 
