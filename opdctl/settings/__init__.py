@@ -38,7 +38,18 @@ from opdctl.settings.policy_loss import (
     Surrogate,
     Tis,
 )
-from opdctl.settings.public_task import PublicTask, WordProblemTask
+from opdctl.settings.public_task import (
+    BfclTask,
+    Gsm8kTask,
+    HumanEvalTask,
+    IfevalTask,
+    MathTask,
+    MawpsTask,
+    MbppTask,
+    PublicTask,
+    ReasoningGymTask,
+    WordProblemTask,
+)
 from opdctl.settings.rlvr import DynamicSampling, EffortBudget, Kl, Overlong, RlvrSettings
 from opdctl.settings.sample import SampleSettings
 from opdctl.settings.sft import SftSettings
@@ -60,6 +71,7 @@ from opdctl.settings.stage import (
 )
 from opdctl.settings.task import (
     TASKS,
+    AnyPublicTask,
     AnyTask,
     ChainTask,
     EffortSettings,
@@ -167,11 +179,20 @@ __all__ = [
     "LookupTask",
     "RepairTask",
     "PublicTask",
+    "WordProblemTask",
+    "Gsm8kTask",
+    "MawpsTask",
+    "MathTask",
+    "MbppTask",
+    "HumanEvalTask",
+    "IfevalTask",
+    "ReasoningGymTask",
+    "BfclTask",
+    "AnyPublicTask",
     "AnyToolTask",
     "CalculatorTask",
     "PythonTask",
     "RepositoryTask",
     "SearchTask",
     "ToolTaskSettings",
-    "WordProblemTask",
 ]

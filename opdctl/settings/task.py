@@ -8,7 +8,17 @@ from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from opdctl.fields import Count, Fraction, Name, Seed, Settings
 from opdctl.settings.env_task import LookupTask, RepairTask
-from opdctl.settings.public_task import WordProblemTask
+from opdctl.settings.public_task import (
+    BfclTask,
+    Gsm8kTask,
+    HumanEvalTask,
+    IfevalTask,
+    MathTask,
+    MawpsTask,
+    MbppTask,
+    ReasoningGymTask,
+    WordProblemTask,
+)
 from opdctl.settings.tool_task import AnyToolTask, CalculatorTask, PythonTask, RepositoryTask, SearchTask
 
 
@@ -112,8 +122,19 @@ def _task_tag(value: Any) -> Any:
     return value.get("task", "file") if isinstance(value, dict) else value.task
 
 
+AnyPublicTask = (
+    WordProblemTask
+    | Gsm8kTask
+    | MawpsTask
+    | MathTask
+    | MbppTask
+    | HumanEvalTask
+    | IfevalTask
+    | ReasoningGymTask
+    | BfclTask
+)
 AnyEnvironmentTask = LookupTask | RepairTask | AnyToolTask
-AnyTask = ChainTask | UndoTask | GradeTask | FuseTask | FactsTask | FileTask | AnyEnvironmentTask | WordProblemTask
+AnyTask = ChainTask | UndoTask | GradeTask | FuseTask | FactsTask | FileTask | AnyEnvironmentTask | AnyPublicTask
 TASKS: Mapping[str, type[AnyTask]] = {
     "chain": ChainTask,
     "undo": UndoTask,
@@ -128,6 +149,14 @@ TASKS: Mapping[str, type[AnyTask]] = {
     "search": SearchTask,
     "repository": RepositoryTask,
     "word_problems": WordProblemTask,
+    "gsm8k": Gsm8kTask,
+    "mawps": MawpsTask,
+    "math": MathTask,
+    "mbpp": MbppTask,
+    "humaneval": HumanEvalTask,
+    "ifeval": IfevalTask,
+    "reasoning_gym": ReasoningGymTask,
+    "bfcl": BfclTask,
 }
 TaskSettings = Annotated[
     Annotated[ChainTask, Tag("chain")]
@@ -142,7 +171,15 @@ TaskSettings = Annotated[
     | Annotated[PythonTask, Tag("python_tool")]
     | Annotated[SearchTask, Tag("search")]
     | Annotated[RepositoryTask, Tag("repository")]
-    | Annotated[WordProblemTask, Tag("word_problems")],
+    | Annotated[WordProblemTask, Tag("word_problems")]
+    | Annotated[Gsm8kTask, Tag("gsm8k")]
+    | Annotated[MawpsTask, Tag("mawps")]
+    | Annotated[MathTask, Tag("math")]
+    | Annotated[MbppTask, Tag("mbpp")]
+    | Annotated[HumanEvalTask, Tag("humaneval")]
+    | Annotated[IfevalTask, Tag("ifeval")]
+    | Annotated[ReasoningGymTask, Tag("reasoning_gym")]
+    | Annotated[BfclTask, Tag("bfcl")],
     Discriminator(_task_tag),
 ]
 

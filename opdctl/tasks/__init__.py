@@ -21,12 +21,12 @@ from opdctl.settings import (
     FuseTask,
     GradeTask,
     LookupTask,
+    PublicTask,
     PythonTask,
     RepairTask,
     RepositoryTask,
     SearchTask,
     UndoTask,
-    WordProblemTask,
 )
 
 Split = Literal["train", "eval"]
@@ -182,10 +182,10 @@ def load_task(name: str, settings: AnyTask, efforts: EffortSettings | None, work
             from opdctl.tasks.environments import open_tool_task
 
             return open_tool_task(name, settings, efforts, workspace)
-        case WordProblemTask():
-            from opdctl.tasks.word_problems import WordProblems
+        case PublicTask():
+            from opdctl.tasks.public import open_public
 
-            return WordProblems(name, settings, efforts, workspace)
+            return open_public(name, settings, efforts, workspace)
 
 
 def load_verifier(

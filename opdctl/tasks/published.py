@@ -4,8 +4,10 @@
 `part` says which of them split `eval` is, in a fixed order.
 """
 
+import gzip
 import hashlib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -24,6 +26,7 @@ class Problem:
     question: str
     answer: Any  # plain JSON: what the task's `verify` needs
     solution: str | None  # a completion to imitate, as it follows template chat
+    tools: Sequence[Mapping[str, Any]] = ()  # JSON schemas of functions that the prompt shows
 
 
 def place(content: str) -> int:
@@ -34,7 +37,7 @@ def place(content: str) -> int:
 def read_jsonl(path: Path, key: str) -> Iterator[dict[str, Any]]:
     """The rows of a published file; raises ConfigError, blaming `key`, where there is none."""
     try:
-        with path.open(encoding="utf-8") as stream:
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as stream:
             for line in stream:
                 if line.strip():
                     yield json.loads(line)
@@ -44,12 +47,11 @@ def read_jsonl(path: Path, key: str) -> Iterator[dict[str, Any]]:
         ) from error
 
 
-class Published:
-    """A task of such rows. A task of its own says how a question is put, and judges: `asked`, `verify`."""
+class Published(ABC):
+    """A task of such rows. Each task says how a question is put, and judges: `verify`, `reference`."""
 
     instruction = ""  # system prompt of template chat
-    before_answer = "\n"  # template raw: what follows the question
-    between = "\n\n"  # template raw: what separates the examples
+    before_question, before_answer, between = "", "\n", "\n\n"  # template raw; the last separates the examples
 
     def __init__(
         self,
@@ -97,20 +99,16 @@ class Published:
             shown.append(Demonstration(prompt, self.written(row.solution)))
         return shown
 
-    def asked(self, question: str) -> str:
-        """The user's turn (template chat) or the text before `before_answer` (raw)."""
-        return question
-
     def written(self, solution: str) -> str:
         """A solution as it stands after the prompt: in template raw, parted from it by a blank."""
         parted = self._template == "chat" or self.before_answer[-1:].isspace()
         return solution if parted else f" {solution}"
 
-    def verify(self, prompt: Prompt, completion: str) -> Verdict:
-        raise NotImplementedError
+    @abstractmethod
+    def verify(self, prompt: Prompt, completion: str) -> Verdict: ...
 
-    def reference(self, prompt: Prompt) -> str | None:
-        raise NotImplementedError
+    @abstractmethod
+    def reference(self, prompt: Prompt) -> str | None: ...
 
     def _slice(self, split: Split, seed: int, start: int, count: int) -> list[Problem]:
         rows = self._rows[split]
@@ -134,8 +132,7 @@ class Published:
     def _prompt(self, row: Problem, effort: str | None, position: int) -> Prompt:
         wording = effort_wording(self.name, self.efforts, effort)
         by_token = self.efforts is not None and self.efforts.by == "control_token"
-        question = self.asked(row.question)
-        question = f"{question} {wording}" if wording and by_token else question
+        question = f"{row.question} {wording}" if wording and by_token else row.question
         columns = {"domain": self.name} if effort is None else {"domain": self.name, "effort": effort}
         text, messages = question, []
         if self._template == "chat":
@@ -143,13 +140,13 @@ class Published:
             system = "\n\n".join(part for part in (own, "" if by_token else wording) if part)
             messages = [{"role": "system", "content": system}] if system else []
             for shot in self._shots:
-                messages.append({"role": "user", "content": self.asked(shot.question)})
+                messages.append({"role": "user", "content": shot.question})
                 messages.append({"role": "assistant", "content": str(shot.solution)})
             messages.append({"role": "user", "content": question})
         else:
-            solved = [
-                f"{self.asked(shot.question)}{self.before_answer}{self.written(str(shot.solution))}{self.between}"
+            parts = [
+                f"{self.before_question}{shot.question}{self.before_answer}{self.written(str(shot.solution))}"
                 for shot in self._shots
             ]
-            text = "".join([*solved, question, self.before_answer])
-        return Prompt(text, row.answer, columns, messages, first_group(self.name) + position)
+            text = self.between.join([*parts, f"{self.before_question}{question}{self.before_answer}"])
+        return Prompt(text, row.answer, columns, messages, first_group(self.name) + position, (), row.tools)

@@ -114,6 +114,10 @@ def _references(numbers: Sequence[Fraction], target: Fraction) -> set[tuple[Frac
     return found | {(a, "/", b) for a, b in itertools.permutations(numbers, 2) if b and a / b == target}
 
 
+def _numbers(text: str) -> list[Fraction]:
+    return [Fraction(number.replace(",", "")) for number in NUMBER.findall(text)]
+
+
 def _part(numbers: Sequence[Fraction], target: Fraction) -> Part:
     at = place(f"{sorted(map(str, numbers))} {target}")
     return "train" if at < 58 else "validation" if at < 68 else "test"
@@ -123,16 +127,26 @@ def _plain(number: Fraction) -> str:
     return str(number.numerator) if number.denominator == 1 else repr(float(number))
 
 
-def _mawps(folder: Path, name: str, signs: Sequence[str], mode: str) -> Iterator[tuple[Part, Problem]]:
-    """The rows whose operation is one of `signs`, those of equal words once, in an order that mixes the subsets."""
+def mawps_rows(folder: Path, key: str) -> list[tuple[str, Fraction]]:
+    """(question, target) of all subsets, those of equal words once, in an order that mixes the subsets."""
     rows: dict[str, tuple[str, Fraction]] = {}
     for file in WordProblemTask.FILES:
-        for raw in read_jsonl(folder / file, f"tasks.{name}.path"):
+        for raw in read_jsonl(folder / file, key):
             question = re.sub(r" ([.,?!])", r"\1", " ".join(raw["input"].split()))
-            rows.setdefault(" ".join(re.findall(r"[a-z]+|[\d.]*\d", question.lower())), (question, raw["target"]))
-    for words in sorted(rows, key=place):
-        question, target = rows[words][0], Fraction(str(rows[words][1]))
-        numbers = [Fraction(text.replace(",", "")) for text in NUMBER.findall(question)]
+            rows.setdefault(
+                " ".join(re.findall(r"[a-z]+|[\d.]*\d", question.lower())), (question, Fraction(str(raw["target"])))
+            )
+    return [rows[words] for words in sorted(rows, key=place)]
+
+
+def mawps_part(question: str, target: Fraction) -> Part:
+    """Decided by the numbers: rewordings of a problem stay together."""
+    return _part(_numbers(question), target)
+
+
+def _mawps(folder: Path, name: str, signs: Sequence[str], mode: str) -> Iterator[tuple[Part, Problem]]:
+    for question, target in mawps_rows(folder, f"tasks.{name}.path"):
+        numbers = _numbers(question)
         references = _references(numbers, target)
         if len(references) == 1 and (reference := references.pop())[1] in signs:
             yield _part(numbers, target), _problem(question, reference, target, mode)
@@ -179,7 +193,7 @@ def _draw(operation: str, part: Part, mode: str, rng: random.Random) -> Problem 
     name, other = rng.sample(NAMES, 2)
     thing, place_, box = rng.choice(THINGS), rng.choice(PLACES), rng.choice(BOXES)
     question = (aside + wording).format(a=a, b=b, c=c, name=name, other=other, thing=thing, place=place_, box=box)
-    numbers = [Fraction(text) for text in NUMBER.findall(question)]
+    numbers = _numbers(question)
     if _part([x, y], value) != part or len(_references(numbers, value)) != 1:
         return None
     return _problem(question, (x, SIGNS[operation], y), value, mode)
