@@ -30,6 +30,11 @@ class Digests:
             self._grown = True
         return str(known[2])
 
+    def tree(self, folder: Path) -> dict[str, str]:
+        """Of all files below a folder, by their paths in it."""
+        paths = sorted(path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+        return {path.relative_to(folder).as_posix(): self.file(path) for path in paths}
+
     def model(self, folder: Path) -> dict[str, str]:
         """Of all files that make a model in Hugging Face format."""
         names = sorted(path.name for path in folder.iterdir() if path.suffix in _MODEL_SUFFIXES)
