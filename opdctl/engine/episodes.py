@@ -37,14 +37,13 @@ class Start:
 
 
 @dataclass
-class _Play:
+class Play:
     """An episode as far as it has come."""
 
     start: Start
     environment: Environment
     written: list[int] = field(default_factory=list)
     learned: list[bool] = field(default_factory=list)
-    pieces: list[tuple[int, int]] = field(default_factory=list)  # (call, number) of each turn
     counts: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     over: bool = False
     finished: bool = False
@@ -53,7 +52,29 @@ class _Play:
     def ids(self) -> list[int]:
         return [*self.start.ids, *self.written]
 
-    def write(self, ids: Sequence[int], *, learned: bool) -> None:
+    def act(self, ids: Sequence[int], action: str | None, renderer: "Renderer", options: Rollout) -> None:
+        """The model wrote these tokens, that is `action`, None where the turn was cut; the environment answers."""
+        assert options.turns is not None
+        self._write(ids, learned=True)
+        self.counts["turns"] += 1
+        if action is None:
+            self.over = True
+            return
+        step = self.environment.step(action)
+        for name, more in {**step.counts, "turn_reward": step.reward}.items():
+            self.counts[name] += more
+        self.over = self.finished = step.done
+        if self.over:
+            return
+        observation = renderer.observation(step.observation, options.turns.max_observation_tokens)
+        room = options.max_completion_tokens - len(self.written) - len(observation)
+        if self.counts["turns"] == options.turns.max_turns or room < options.turns.max_turn_tokens:
+            self.over = True
+            return
+        self._write(observation, learned=False)
+        self.counts["observation_tokens"] += len(observation)
+
+    def _write(self, ids: Sequence[int], *, learned: bool) -> None:
         self.written += ids
         self.learned += [learned] * len(ids)
 
@@ -78,63 +99,36 @@ def play(
     calls: list[Drawn] = []
     with ExitStack() as opened:
         plays = [
-            _Play(start, opened.enter_context(closing(start.task.environment(start.prompt, renderer.calls))))
+            Play(start, opened.enter_context(closing(start.task.environment(start.prompt, renderer.calls))))
             for start in starts
         ]
-        for turn in range(turns.max_turns):
-            acting = [one for one in plays if not one.over]
-            if not acting:
-                break
-            calls.append(
-                generate(
-                    [one.ids for one in acting],
-                    group_size=1,
-                    max_completion_tokens=turns.max_turn_tokens,
-                    temperature=options.temperature,
-                    top_p=options.top_p,
-                    top_k=options.top_k,
-                    seed=seed,
-                    keys=[one.start.turn_key(turn) for one in acting],
-                )
+        pieces: list[list[tuple[int, int]]] = [[] for _ in plays]  # (call, number) of each turn
+        while acting := [i for i, one in enumerate(plays) if not one.over]:
+            drawn = generate(
+                [plays[i].ids for i in acting],
+                group_size=1,
+                max_completion_tokens=turns.max_turn_tokens,
+                temperature=options.temperature,
+                top_p=options.top_p,
+                top_k=options.top_k,
+                seed=seed,
+                keys=[plays[i].start.turn_key(len(calls)) for i in acting],
             )
-            _act(acting, calls, renderer, options, last=turn + 1 == turns.max_turns)
+            texts = renderer.texts(drawn.completions)
+            for number, i in enumerate(acting):
+                action = texts[number] if drawn.finished[number] else None
+                plays[i].act(drawn.completions[number], action, renderer, options)
+                pieces[i].append((len(calls), number))
+            calls.append(drawn)
         episodes: list[Episode | None] = [Episode(one.environment.verdict(), dict(one.counts)) for one in plays]
     return gather(
         calls,
-        [one.pieces for one in plays],
+        pieces,
         completions=[one.written for one in plays],
         finished=[one.finished for one in plays],
         learned=[tuple(one.learned) for one in plays],
         episodes=episodes,
     )
-
-
-def _act(
-    acting: Sequence[_Play], calls: Sequence[Drawn], renderer: "Renderer", options: Rollout, *, last: bool
-) -> None:
-    """Give what was written in the latest call to the environments, and their observations to the sequences."""
-    assert options.turns is not None
-    drawn = calls[-1]
-    for number, (one, action) in enumerate(zip(acting, renderer.texts(drawn.completions), strict=True)):
-        one.write(drawn.completions[number], learned=True)
-        one.pieces.append((len(calls) - 1, number))
-        one.counts["turns"] += 1
-        if not drawn.finished[number]:
-            one.over = True
-            continue
-        step = one.environment.step(action)
-        for name, more in {**step.counts, "turn_reward": step.reward}.items():
-            one.counts[name] += more
-        one.over = one.finished = step.done
-        if one.over:
-            continue
-        observation = renderer.observation(step.observation, options.turns.max_observation_tokens)
-        room = options.max_completion_tokens - len(one.written) - len(observation)
-        if last or room < options.turns.max_turn_tokens:
-            one.over = True
-            continue
-        one.write(observation, learned=False)
-        one.counts["observation_tokens"] += len(observation)
 
 
 def episode_metrics(episodes: Iterable[Episode | None]) -> dict[str, float]:
