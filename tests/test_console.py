@@ -325,6 +325,16 @@ def test_mean_lengths_are_given_by_effort(report):
     assert lines[-1].split() == ["max", "9.00", "9.00", "9.00", "9.00", "9.00"]
 
 
+def test_turns_and_valid_calls_are_given_for_the_cells_that_have_them(report):
+    assert "turns" not in render(report_view("eval", report))
+    played = {"turns": 4.789, "valid_calls": 0.9712}
+    for cells in report["models"].values():
+        cells["general_agents.max"]["episodes"] = played
+    text = render(report_view("eval", report))
+    assert max(len(line) for line in text.split("\n")) <= 80
+    assert text.rstrip().split("\n")[-1].split() == ["general_agents.max", *["4.79", "97.1"] * 5]
+
+
 def test_without_a_student_before_models_are_listed(report):
     text = render(report_view("eval", report | {"fusion": [], "normalised_score": {}, "roles": {}}))
     assert "sft" in text

@@ -115,7 +115,7 @@ def _played(models: Iterable[Mapping[str, Report]], cell: str) -> bool:
 
 def _episodes_table(report: Report, fusion: Sequence[Report], cells: Sequence[str]) -> RenderableType:
     before, teacher, after = _compared(report, fusion)
-    table = grid(["cell", "before", "teacher", *map(heading, after)])
+    table = grid(["cell", "before", "teacher", *map(heading, after)], 1)
     for cell in cells:
         played = [report["models"][label][cell]["episodes"] for label in (before, teacher[cell], *after)]
         table.add_row(cell, *(f"{own['turns']:.2f} {_percent(own['valid_calls']):>5}" for own in played))
