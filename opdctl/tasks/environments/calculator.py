@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from opdctl.settings import CalculatorTask, EffortSettings
-from opdctl.tasks import Prompt, ToolCall
+from opdctl.tasks import ToolCall
 from opdctl.tasks.arithmetic import compute
-from opdctl.tasks.environment import CallFormat
 from opdctl.tasks.environments.tool_task import (
     ANSWER,
     Episode,
@@ -80,6 +79,9 @@ def worked(raw: Mapping[str, Any]) -> Problem:
 
 
 class CalculatorEpisode(Episode):
+    tools = (tool("calculate", "The exact value of an expression of numbers and + - * / ( ).",
+                  expression="such as (3 + 4) * 12.5"),)  # fmt: skip
+
     def call(self, name: str, arguments: Mapping[str, str]) -> str:
         try:
             return shown(compute(arguments["expression"])[0])
@@ -105,8 +107,7 @@ class Calculator(ToolTask):
     instruction: ClassVar[str] = (
         "Solve the problem with the calculator. When you know the result, end with a line like: Answer: 42"
     )
-    tools = (tool("calculate", "The exact value of an expression of numbers and + - * / ( ).",
-                  expression="such as (3 + 4) * 12.5"),)  # fmt: skip
+    episode_class = CalculatorEpisode
 
     def __init__(
         self, name: str, settings: CalculatorTask, efforts: EffortSettings | None, folder: Path | None = None
@@ -127,9 +128,6 @@ class Calculator(ToolTask):
                 break
         question = text.format_map(slots) if told else f"What is {written}?"
         return {"question": question, "steps": [written], "value": str(value)}
-
-    def environment(self, prompt: Prompt, calls: CallFormat) -> CalculatorEpisode:
-        return CalculatorEpisode(prompt, calls)
 
     def expert(self, problem: Problem) -> Script:
         steps = [("", [ToolCall("calculate", {"expression": step})]) for step in problem["steps"]]

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from opdctl.settings import EffortSettings, PythonTask
-from opdctl.tasks import Prompt, ToolCall
-from opdctl.tasks.environment import CallFormat
+from opdctl.tasks import ToolCall
 from opdctl.tasks.environments.calculator import worked, wrong_number
 from opdctl.tasks.environments.programs import printed
 from opdctl.tasks.environments.tool_task import ANSWER, Episode, Problem, Script, ToolTask, read_problems, tool
@@ -90,6 +89,15 @@ KINDS: Sequence[Kind] = (
 
 
 class PythonEpisode(Episode):
+    tools = (
+        tool(
+            "run_python",
+            "Run a program and show what it prints. Each program starts anew; it has the standard library, no files "
+            "and no network.",
+            code="the whole program",
+        ),
+    )
+
     def call(self, name: str, arguments: Mapping[str, str]) -> str:
         return printed(arguments["code"])
 
@@ -101,14 +109,7 @@ class PythonTool(ToolTask):
     instruction: ClassVar[str] = (
         "Solve the problem by running Python programs. When you know the result, end with a line like: Answer: 42"
     )
-    tools = (
-        tool(
-            "run_python",
-            "Run a program and show what it prints. Each program starts anew; it has the standard library, no files "
-            "and no network.",
-            code="the whole program",
-        ),
-    )
+    episode_class = PythonEpisode
 
     def __init__(
         self, name: str, settings: PythonTask, efforts: EffortSettings | None, folder: Path | None = None
@@ -125,9 +126,6 @@ class PythonTool(ToolTask):
             slots["b"] = slots["a"] + slots["w"]
         question, program = kind.question.format_map(slots), kind.program.format_map(slots)
         return {"question": question, "program": program, "value": str(value)}
-
-    def environment(self, prompt: Prompt, calls: CallFormat) -> PythonEpisode:
-        return PythonEpisode(prompt, calls)
 
     def expert(self, problem: Problem) -> Script:
         program = problem.get("program") or "\n".join(f"print({step})" for step in problem["steps"])

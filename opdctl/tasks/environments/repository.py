@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from opdctl.settings import EffortSettings, RepositoryTask
-from opdctl.tasks import Prompt, ToolCall
+from opdctl.tasks import ToolCall
 from opdctl.tasks.environment import CallFormat
 from opdctl.tasks.environments.bugs import EFFECTIVE, mutants, source
 from opdctl.tasks.environments.programs import computed, same, tested
@@ -30,8 +30,23 @@ _BY_NAME = {function.__name__: function for function in FUNCTIONS}
 
 
 class RepositoryEpisode(Episode):
-    def __init__(self, prompt: Prompt, calls: CallFormat) -> None:
-        super().__init__(prompt, calls)
+    tools = (
+        tool("list_files", "The paths of all files."),
+        tool("read_file", "A whole file.", path="of the file"),
+        tool("write_file", "Make a file, or replace one.", path="of the file", text="all of it"),
+        tool(
+            "edit_file",
+            "Replace a part of a file.",
+            path="of the file",
+            old="text that occurs once",
+            new="in its place",
+        ),
+        tool("run_tests", "Run the functions test_* of all modules test_*."),
+        tool("submit", "Say that you are done: hidden tests then decide."),
+    )
+
+    def __init__(self, problem: Problem, calls: CallFormat) -> None:
+        super().__init__(problem, calls)
         self.files: dict[str, str] = dict(self.problem["files"])
 
     def call(self, name: str, arguments: Mapping[str, str]) -> str:
@@ -99,20 +114,7 @@ class RepositoryEpisode(Episode):
 
 class Repository(ToolTask):
     instruction: ClassVar[str] = "You are a programmer who works with tools."
-    tools = (
-        tool("list_files", "The paths of all files."),
-        tool("read_file", "A whole file.", path="of the file"),
-        tool("write_file", "Make a file, or replace one.", path="of the file", text="all of it"),
-        tool(
-            "edit_file",
-            "Replace a part of a file.",
-            path="of the file",
-            old="text that occurs once",
-            new="in its place",
-        ),
-        tool("run_tests", "Run the functions test_* of all modules test_*."),
-        tool("submit", "Say that you are done: hidden tests then decide."),
-    )
+    episode_class = RepositoryEpisode
 
     def __init__(self, name: str, settings: RepositoryTask, efforts: EffortSettings | None) -> None:
         super().__init__(name, efforts, settings.held_out)
@@ -140,9 +142,6 @@ class Repository(ToolTask):
 
     def content(self, problem: Problem) -> str:
         return str(problem["bug"])
-
-    def environment(self, prompt: Prompt, calls: CallFormat) -> RepositoryEpisode:
-        return RepositoryEpisode(prompt, calls)
 
     def expert(self, problem: Problem) -> Script:
         path = f"{problem['module']}.py"

@@ -60,8 +60,13 @@ def squad(answer: str) -> str:
 
 
 class SearchEpisode(Episode):
-    def __init__(self, prompt: Prompt, calls: CallFormat, corpus: Corpus, results: int) -> None:
-        super().__init__(prompt, calls)
+    tools = (
+        tool("search", "The ids and beginnings of the texts that match best.", query="words to look for"),
+        tool("open", "A whole text.", id="as search shows it"),
+    )
+
+    def __init__(self, problem: Problem, calls: CallFormat, corpus: Corpus, results: int) -> None:
+        super().__init__(problem, calls)
         self._corpus, self._results = corpus, results
 
     def call(self, name: str, arguments: Mapping[str, str]) -> str:
@@ -88,10 +93,7 @@ class Search(ToolTask):
     instruction: ClassVar[str] = (
         "Answer the question from the texts that you find. When you know, end with a line like: Answer: a few words"
     )
-    tools = (
-        tool("search", "The ids and beginnings of the texts that match best.", query="words to look for"),
-        tool("open", "A whole text.", id="as search shows it"),
-    )
+    episode_class = SearchEpisode
 
     def __init__(
         self, name: str, settings: SearchTask, efforts: EffortSettings | None, folder: Path | None = None
@@ -119,7 +121,7 @@ class Search(ToolTask):
         return {"question": question, "path": path[:hops], "answer": path[hops]}
 
     def environment(self, prompt: Prompt, calls: CallFormat) -> SearchEpisode:
-        return SearchEpisode(prompt, calls, self.corpus, self.settings.results)
+        return SearchEpisode(prompt.answer, calls, self.corpus, self.settings.results)
 
     def expert(self, problem: Problem) -> Script:
         if "path" not in problem:

@@ -48,11 +48,14 @@ class Episode(ABC):
     Counts: `calls`, those that could not be read included, and `valid_calls`, those that were carried out.
     """
 
-    def __init__(self, prompt: Prompt, calls: CallFormat) -> None:
-        self.problem: Problem = prompt.answer
-        self._tools = {schema["function"]["name"]: schema["function"]["parameters"] for schema in prompt.tools}
+    tools: ClassVar[Sequence[Mapping[str, Any]]]
+
+    def __init__(self, problem: Problem, calls: CallFormat) -> None:
+        self.problem = problem
+        self._tools = {schema["function"]["name"]: schema["function"]["parameters"] for schema in self.tools}
         self._calls = calls
         self.final: str | None = None  # the text that ended the episode
+        self._reason: str | None = None  # of the verdict, once it is known
 
     @abstractmethod
     def call(self, name: str, arguments: Mapping[str, str]) -> str:
@@ -69,7 +72,7 @@ class Episode(ABC):
             return Step(f"Error: {error}", done=False, counts={"calls": 1.0, "valid_calls": 0.0})
         if not calls:
             self.final = text
-            return Step("", done=True)
+            return Step("", done=True, reward=self.verdict().reward)
         if len(calls) > CALLS:
             told = f"Error: {len(calls)} calls in one turn; at most {CALLS}"
             return Step(told, done=False, counts={"calls": float(len(calls)), "valid_calls": 0.0})
@@ -82,7 +85,9 @@ class Episode(ABC):
                 observations.append(f"Error: {error}")
         done = self.final is not None
         counts = {"calls": float(len(calls)), "valid_calls": float(valid)}
-        return Step("" if done else "\n".join(observations), done, counts=counts)
+        if done:
+            return Step("", done=True, reward=self.verdict().reward, counts=counts)
+        return Step("\n".join(observations), done=False, counts=counts)
 
     def _answer(self, call: ToolCall) -> str:
         if self.final is not None:
@@ -96,14 +101,17 @@ class Episode(ABC):
         return self.call(call.name, call.arguments)
 
     def verdict(self) -> Verdict:
-        reason = "the episode has not ended" if self.final is None else self.judge(self.final)
-        return Verdict(not reason, float(not reason), {"reason": reason})
+        if self.final is None:
+            return Verdict(correct=False, reward=0.0, details={"reason": "the episode has not ended"})
+        if self._reason is None:
+            self._reason = self.judge(self.final)
+        return Verdict(not self._reason, float(not self._reason), {"reason": self._reason})
 
     def state(self) -> dict[str, Any]:
         return {"final": self.final}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self.final = state["final"]
+        self.final, self._reason = state["final"], None
 
     def close(self) -> None:  # noqa: B027 (an episode that holds nothing has nothing to give back)
         """Give back what the episode holds: nothing."""
@@ -133,7 +141,7 @@ class ToolTask(ABC):
     """
 
     instruction: ClassVar[str]  # system prompt
-    tools: ClassVar[Sequence[Mapping[str, Any]]]
+    episode_class: ClassVar[type[Episode]]
 
     def __init__(
         self, name: str, efforts: EffortSettings | None, held_out: float, rows: Sequence[Problem] | None = None
@@ -153,15 +161,15 @@ class ToolTask(ABC):
         """A problem at random."""
 
     @abstractmethod
-    def environment(self, prompt: Prompt, calls: CallFormat) -> Episode: ...
-
-    @abstractmethod
     def expert(self, problem: Problem) -> Script:
         """Turns that solve a problem. Raises ConfigError where it knows none."""
 
     def content(self, problem: Problem) -> str:
         """By which a problem is held out."""
         return str(problem["question"])
+
+    def environment(self, prompt: Prompt, calls: CallFormat) -> Episode:
+        return self.episode_class(prompt.answer, calls)
 
     def size(self, split: Split) -> int | None:
         return None if self._rows is None else len(self._rows[split])
@@ -199,7 +207,7 @@ class ToolTask(ABC):
         system = "\n\n".join(part for part in (self.instruction, "" if by_token else wording) if part)
         columns = {"domain": self.name} if effort is None else {"domain": self.name, "effort": effort}
         messages = [{"role": "system", "content": system}, {"role": "user", "content": text}]
-        return Prompt(text, problem, columns, messages, first_group(self.name) + row, tools=self.tools)
+        return Prompt(text, problem, columns, messages, first_group(self.name) + row, tools=self.episode_class.tools)
 
     def demonstrations(self, seed: int, start: int, count: int, efforts: Sequence[str] = ()) -> list[Demonstration]:
         """The expert's episodes; none depends on the effort."""
