@@ -10,11 +10,13 @@ from opdctl.settings import (
     AnyStage,
     AnyTask,
     ClippedSurrogate,
+    EvalSettings,
     EvalStage,
     FileTask,
     ForwardKlOpd,
     FullVocabOpd,
     Grader,
+    HarnessSettings,
     JsdOpd,
     MergeStage,
     MiniLlmOpd,
@@ -28,6 +30,7 @@ from opdctl.settings import (
     RlvrSettings,
     Rollout,
     SampleStage,
+    SelectSettings,
     SelectStage,
     SequenceMask,
     SftSettings,
@@ -35,6 +38,7 @@ from opdctl.settings import (
     Tis,
     TopKOpd,
 )
+from opdctl.settings.merge import MergeSettings
 from opdctl.workers import VerlResources, VerlWorkers
 
 Trained = SftSettings | RlvrSettings | OpdSettings
@@ -42,6 +46,13 @@ Trained = SftSettings | RlvrSettings | OpdSettings
 
 def missing(settings: AnyStage, inputs: Sequence[Input], pipeline: PipelineSettings) -> Iterator[Problem]:
     """Key and sentence of everything that the stage asks of its backend in vain."""
+    if settings.verl and settings.backend != "verl":
+        yield "verl", f"raw overrides are for backend: verl, and this stage has backend: {settings.backend}"
+    config = settings.config
+    if isinstance(config, HarnessSettings):
+        if settings.backend != "embedded":
+            yield "backend", f"{settings.backend}, and lm-eval loads models itself: harness: lm_eval needs embedded"
+        return
     match settings.backend:
         case "verl":
             yield from _verl(settings, inputs, pipeline)
@@ -49,19 +60,17 @@ def missing(settings: AnyStage, inputs: Sequence[Input], pipeline: PipelineSetti
             yield "backend", f"vllm generates only: kind {settings.kind} needs backend: embedded"
         case "vllm" if not isinstance(settings, EvalStage | SampleStage):
             yield "backend", f"vllm generates only: kind {settings.kind} needs backend: embedded or verl"
-    if not isinstance(settings, MergeStage | SelectStage):
+    if not isinstance(config, MergeSettings | SelectSettings):
         if settings.backend != "embedded":
-            yield from _long_rollouts(settings.backend, getattr(settings.config, "rollout", None))
-        yield from _images(settings, {name: pipeline.tasks.get(name) for name in settings.config.data.tasks})
-    if isinstance(settings, EvalStage) and settings.backend == "vllm" and settings.config.grader is not None:
-        yield from _grader(settings.config.grader)
-    if isinstance(settings, EvalStage) and settings.config.divergence:
+            yield from _long_rollouts(settings.backend, getattr(config, "rollout", None))
+        yield from _images(settings, {name: pipeline.tasks.get(name) for name in config.data.tasks})
+    if isinstance(config, EvalSettings) and settings.backend == "vllm" and config.grader is not None:
+        yield from _grader(config.grader)
+    if isinstance(config, EvalSettings) and config.divergence:
         yield from _divergence(settings, inputs)
-    if settings.verl and settings.backend != "verl":
-        yield "verl", f"raw overrides are for backend: verl, and this stage has backend: {settings.backend}"
 
 
-def _divergence(settings: EvalStage, inputs: Sequence[Input]) -> Iterator[Problem]:
+def _divergence(settings: AnyStage, inputs: Sequence[Input]) -> Iterator[Problem]:
     if settings.backend == "vllm":
         yield "config.divergence", "vLLM does not give the whole distribution: needs backend: embedded"
     for role in ("before", "teachers", "after"):

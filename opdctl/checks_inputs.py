@@ -10,6 +10,7 @@ from opdctl.settings import (
     EvalSettings,
     EvalStage,
     FileTask,
+    HarnessSettings,
     Mixture,
     OpdSettings,
     OpdStage,
@@ -28,8 +29,9 @@ STATIC_COLUMNS = ("domain", "effort")  # of every row; known before any row is r
 
 
 def mixture(settings: AnyStage) -> Mixture | None:
-    """What the stage reads of the tasks; None for a merge and a selection."""
-    return None if isinstance(settings.config, MergeSettings | SelectSettings) else settings.config.data
+    """What the stage reads of the tasks; None for a merge, a selection and an evaluation with tasks of its own."""
+    config = settings.config
+    return None if isinstance(config, MergeSettings | SelectSettings | HarnessSettings) else config.data
 
 
 def route_columns(settings: AnyStage, pipeline: PipelineSettings) -> list[str]:
@@ -82,6 +84,10 @@ def check_roles(settings: AnyStage, inputs: Sequence[Input]) -> Iterator[Problem
                 useless["budget"] = "config.within is not set"
             elif "models" in roles:
                 required["budget"] = "config.within is set, and there is no `before` to stand in"
+        case HarnessSettings():
+            if not roles & set(SCORED):
+                yield "inputs", "names no model; give models"
+            useless = dict.fromkeys(("budget", "grader"), "config.harness is lm_eval")
         case MergeSettings():
             required["models"] = ""
             why = f"config.merge.method is {config.merge.method}"
@@ -151,15 +157,7 @@ def _selection(
         if source is not None:
             yield "inputs.report", f"'{report.target}' is of kind {source.kind}; kind eval publishes a report"
         return
-    data = source.config.data
-    cells = [f"{task}.{effort}" if effort else task for task in data.tasks for effort in data.efforts or [""]]
-    for cell in dict.fromkeys(config.cells):
-        if config.cells.count(cell) > 1:
-            yield "config.cells", f"'{cell}' is there twice; name it once"
-        if cell not in cells:
-            yield "config.cells", f"'{report.target}' has no cell '{cell}'" + near_miss(cell, cells, "cells")
-    if config.metric == "within_budget" and source.config.within is None:
-        yield "config.metric", f"within_budget, and '{report.target}' counts none: its config.within is not set"
+    yield from _cells(config, source.config, report.target)
     known = {given.ref for given in scored if given.role in SCORED}
     for given in inputs:
         if given.role != "models":
@@ -170,6 +168,23 @@ def _selection(
             yield "inputs.models", f"'{report.target}' does not score '{given.ref}'" + told
         if given.kind == "model":
             yield "inputs.models", "'model:' is made anew wherever it is read, so there is nothing to publish"
+
+
+def _cells(config: SelectSettings, exam: EvalSettings | HarnessSettings, report: str) -> Iterator[Problem]:
+    """Has the report the metric and the cells? Those of a harness are known once it has run."""
+    for cell in dict.fromkeys(cell for cell in config.cells if config.cells.count(cell) > 1):
+        yield "config.cells", f"'{cell}' is there twice; name it once"
+    if isinstance(exam, HarnessSettings):
+        if config.metric == "within_budget":
+            yield "config.metric", f"within_budget, and '{report}' counts none: its config.harness is lm_eval"
+        return
+    data = exam.data
+    cells = [f"{task}.{effort}" if effort else task for task in data.tasks for effort in data.efforts or [""]]
+    for cell in dict.fromkeys(config.cells):
+        if cell not in cells:
+            yield "config.cells", f"'{report}' has no cell '{cell}'" + near_miss(cell, cells, "cells")
+    if config.metric == "within_budget" and exam.within is None:
+        yield "config.metric", f"within_budget, and '{report}' counts none: its config.within is not set"
 
 
 def _sampled(wanted: Mixture, given: Sequence[Mixture]) -> Iterator[Problem]:

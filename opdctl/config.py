@@ -353,6 +353,10 @@ def _missing_files(pipeline: Pipeline) -> Iterator[str]:
         for key, given in task.files().items() if isinstance(task, ToolTaskSettings) else ():
             if not (pipeline.folder / given).exists():
                 yield f"tasks.{name}.{key}: no such file: {given}"
+    for stage in pipeline.stages.values():
+        folder = getattr(stage.settings.config, "include_path", None)
+        if folder is not None and not (pipeline.folder / folder).is_dir():
+            yield f"stages.{stage.name}.config.include_path: no such folder: {folder}"
     models: dict[tuple[str, str], str] = {}
     for stage in pipeline.stages.values():
         for item in stage.inputs:

@@ -7,20 +7,22 @@ from typing import Any
 
 from opdctl.checks import used_efforts
 from opdctl.pipeline import Stage
-from opdctl.settings import FileTask, PublicTask, ToolTaskSettings
+from opdctl.settings import FileTask, HarnessSettings, PublicTask, ToolTaskSettings
 
 
 def identity(stage: Stage, inputs: Mapping[str, Any], data: Mapping[str, Any], revision: str) -> dict[str, Any]:
     """All that the stage's result depends on, as plain data.
 
-    `inputs` has the identity of each input by its `ref`, `data` the digests of a file task by the task's name,
-    `revision` is the backend's. Paths, resources, names for display, save intervals and a server's time limits are left
-    out.
+    `inputs` has the identity of each input by its `ref`, `data` the digests of a file task by the task's name and what
+    a harness depends on, `revision` is the backend's. Paths, resources, names for display, save intervals and the time
+    limits of a server are left out.
     """
     config = stage.settings.config.model_dump(mode="json")
     config.get("train", config).pop("save_every", None)
     if endpoint := (config.get("grader") or {}).get("endpoint"):
         config["grader"]["endpoint"] = {"url": endpoint["url"], "model": endpoint["model"]}
+    if isinstance(stage.settings.config, HarnessSettings):
+        config |= data
     payload: dict[str, Any] = {
         "kind": stage.settings.kind,
         "backend": stage.settings.backend,

@@ -4,6 +4,8 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Any
 
 from opdctl import gates
@@ -17,6 +19,7 @@ from opdctl.references import Addresses, Input
 from opdctl.settings import (
     AnyStage,
     FileTask,
+    HarnessSettings,
     OpdSettings,
     PublicTask,
     RlvrSettings,
@@ -200,7 +203,15 @@ class _Planner:
             for name, t in stage.settings.tasks.items()
             if isinstance(t, FileTask | PublicTask | ToolTaskSettings)
         }
+        if isinstance(stage.settings.config, HarnessSettings):
+            data |= self._harness(stage.settings.config)
         return identity(stage, inputs, data, BACKENDS[stage.settings.backend].REVISION)
+
+    def _harness(self, config: HarnessSettings) -> dict[str, Any]:
+        """Its packaged tasks change with its version."""
+        folder = config.include_path
+        files = {} if folder is None else self.digests.tree(self.pipeline.folder / folder)
+        return {"include_path": files, "lm_eval": version("lm_eval") if find_spec("lm_eval") else None}
 
     def _data(self, name: str, task: FileTask | PublicTask | ToolTaskSettings) -> Any:
         if isinstance(task, ToolTaskSettings):

@@ -29,7 +29,7 @@ _WANTED = {
     "model_attributes_type": "must be a mapping",
     "finite_number": "must be a finite number",
 }
-_TAGS = ("form", "rule", "method", "task", "source")  # keys that choose between settings classes
+_TAGS = ("form", "rule", "method", "task", "source", "harness")  # keys that choose between settings classes
 M = TypeVar("M", bound=BaseModel)
 
 
@@ -73,7 +73,7 @@ def _absent_tag(detail: ErrorDetails) -> str:
     if detail["type"] not in ("union_tag_not_found", "union_tag_invalid"):
         return ""
     name = str(detail.get("ctx", {}).get("discriminator", "")).strip("'")
-    return "task" if name == "_task_tag()" else name
+    return {"_task_tag()": "task", "_harness_tag()": "harness"}.get(name, name)
 
 
 def _without_missing(tree: Any, key: str, missing: dict[str, str]) -> Any:

@@ -26,7 +26,13 @@ def check(specs: Sequence[StageSpec]) -> dict[str, list[str]]:
         for package in ("torch", "transformers", "safetensors")
         if find_spec(package) is None
     ]
-    return {spec.stage: missing + _too_many_gpus(spec) for spec in specs}
+    return {spec.stage: missing + _too_many_gpus(spec) + _harness(spec) for spec in specs}
+
+
+def _harness(spec: StageSpec) -> list[str]:
+    if spec.config.get("harness") != "lm_eval" or find_spec("lm_eval") is not None:
+        return []
+    return ["config.harness: lm_eval, and the Python package lm_eval is missing: pip install 'opdctl[tasks]'"]
 
 
 def _too_many_gpus(spec: StageSpec) -> list[str]:

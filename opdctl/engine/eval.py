@@ -19,8 +19,9 @@ from opdctl.engine.effort import BudgetEstimator
 from opdctl.engine.episodes import totals
 from opdctl.engine.eval_report import CellScore, cell_name, examined, means, report_of, routes
 from opdctl.engine.grader import Agreement, Graded, open_grader
+from opdctl.engine.harness import Harness
 from opdctl.engine.journal import PhaseLog, open_journal, sampler
-from opdctl.engine.loop import completions_per_call, open_policy, open_tasks, role
+from opdctl.engine.loop import Metrics, completions_per_call, open_policy, open_tasks, role
 from opdctl.engine.recovery import damaged, write_text, write_whole
 from opdctl.engine.rows import Mixer, Renderer, Row, judge, roll, stream_seed
 from opdctl.engine.sampling import Completions, Generate, merged
@@ -29,7 +30,7 @@ from opdctl.engine.scores import (
     pass_at_k,
 )
 from opdctl.errors import StageRefused
-from opdctl.settings import EvalSettings, Rollout
+from opdctl.settings import EvalSettings, HarnessSettings, Rollout
 
 
 @dataclass(frozen=True)
@@ -49,35 +50,48 @@ def run(spec: StageSpec, control: Control, opener: Opener | None = None) -> Stag
     """Score each input model; publish `report.json`, and `outcomes.jsonl`: what became of every completion. Scored
     models are kept in the state folder across attempts.
 
-    `opener` opens a model for as long as it is asked; absent: in this process. One is open at a time.
+    `opener` opens a model for as long as it is asked; absent: in this process. One is open at a time. With `harness`
+    another program examines the models.
     """
-    settings = EvalSettings.model_validate(spec.config)
+    if spec.config.get("harness") == "lm_eval":
+        harness = Harness(spec)
+        report, metrics = _examine(spec, control, harness.settings, harness)
+        report["harness"] = harness.about()
+    else:
+        settings = EvalSettings.model_validate(spec.config)
+        examiner = _Examiner(spec, settings, opener or in_this_process(spec, settings.rollout, settings.precision))
+        report, metrics = _examine(spec, control, settings, examiner)
+        if settings.divergence:
+            report["divergence"] = examiner.divergence(control)
+            metrics |= {
+                f"{label}/{cell}/divergence": nats
+                for label, of in report["divergence"].items()
+                for cell, nats in of.items()
+            }
+    write_whole(Path(spec.output) / "report.json", report)
+    return StageResult(step=len(examined(spec)), metrics=metrics)
+
+
+def _examine(
+    spec: StageSpec, control: Control, settings: EvalSettings | HarnessSettings, examiner: "_Examiner | Harness"
+) -> tuple[dict[str, Any], Metrics]:
     models = examined(spec)
-    examiner = _Examiner(spec, settings, models, opener or in_this_process(spec, settings.rollout, settings.precision))
     scores: dict[str, dict[str, CellScore]] = {}
     for number, model in enumerate(models):
         kept = _kept(spec, "scored", model.label)
         if kept.exists():
-            scores[model.label] = _read(kept, examiner.cells)
+            scores[model.label] = _read(kept)
         else:
             if control.stop_requested():
                 raise Stopped
-            scores[model.label] = examiner.score(model)
-            write_whole(kept, {name: asdict(score) for name, score in scores[model.label].items()})
+            scores[model.label], outcomes = examiner.score(model)
+            write_text(_kept(spec, "outcomes", model.label), "".join(f"{json.dumps(line)}\n" for line in outcomes))
+            write_whole(kept, [[name, asdict(score)] for name, score in scores[model.label].items()])  # in order
         control.emit(number + 1, len(models), means(scores[model.label]), phase=model.label)
-    report, metrics = report_of(spec, settings, scores)
-    if settings.divergence:
-        report["divergence"] = examiner.divergence(control)
-        metrics |= {
-            f"{label}/{cell}/divergence": nats
-            for label, of in report["divergence"].items()
-            for cell, nats in of.items()
-        }
     with (Path(spec.output) / "outcomes.jsonl").open("wb") as stream:
         for model in models:
             stream.write(_kept(spec, "outcomes", model.label).read_bytes())
-    write_whole(Path(spec.output) / "report.json", report)
-    return StageResult(step=len(models), metrics=metrics)
+    return report_of(spec, settings, scores)
 
 
 def in_this_process(spec: StageSpec, rollout: Rollout, precision: str = "float32") -> Opener:
@@ -99,13 +113,14 @@ def in_this_process(spec: StageSpec, rollout: Rollout, precision: str = "float32
 class _Examiner:
     """Asks models the held-out prompts. Every model and every effort gets the same problems and random numbers."""
 
-    def __init__(self, spec: StageSpec, settings: EvalSettings, models: Items[InputSpec], opener: Opener) -> None:
-        self.spec, self.settings, self.models, self.opener = spec, settings, models, opener
+    def __init__(self, spec: StageSpec, settings: EvalSettings, opener: Opener) -> None:
+        self.spec, self.settings, self.opener = spec, settings, opener
         self.tasks = open_tasks(spec)
         self.mixer = Mixer(self.tasks, settings.data, "eval", settings.seed)
         self.cells = [cell_name(task, effort) for task, effort in self.mixer.cells]
 
-    def score(self, model: InputSpec) -> dict[str, CellScore]:
+    def score(self, model: InputSpec) -> tuple[dict[str, CellScore], list[dict[str, Any]]]:
+        """The scores of each cell, and the outcomes of all completions."""
         budgets = self.budgets  # before the model is opened: they may take another one
         with self.opener(model) as candidate:
             drawn = self._answers(candidate)
@@ -113,7 +128,7 @@ class _Examiner:
             graded = self._graded(candidate, texts)
         episodes = drawn.episodes or [None] * len(texts)
         scores: dict[str, CellScore] = {}
-        lines: list[str] = []
+        outcomes: list[dict[str, Any]] = []
         for cell, name in enumerate(self.cells):
             own = self._own(cell)
             lengths, finished = drawn.counted[own], drawn.finished[own]
@@ -124,31 +139,27 @@ class _Examiner:
             score = self._count(cell, correct, lengths, finished, b0, graded.get(cell))
             played = [episode.counts for episode in episodes[own] if episode is not None]
             scores[name] = replace(score, episodes=totals(played) if played else None)
-            lines += self._outcomes(model, cell, correct, lengths, texts[own])
+            outcomes += self._outcomes(model, cell, correct, lengths, texts[own])
         if self.settings.divergence and model.role == "before":
             learned = drawn.learned or [None] * len(texts)
             write_whole(_kept(self.spec, "written", model.label), list(zip(drawn.completions, learned, strict=True)))
-        write_text(_kept(self.spec, "outcomes", model.label), "".join(lines))
-        return scores
+        return scores, outcomes
 
     def _outcomes(
         self, model: InputSpec, cell: int, correct: list[bool], lengths: list[int], texts: list[str]
-    ) -> list[str]:
-        """Lines of JSON, one a completion; problem i is the same one in every model's lines of a cell."""
+    ) -> list[dict[str, Any]]:
+        """One a completion; problem i is the same one in every model's outcomes of a cell."""
         size = self.settings.rollout.group_size
         return [
-            json.dumps(
-                {
-                    "model": model.label,
-                    "cell": self.cells[cell],
-                    "problem": i // size,
-                    "sample": i % size,
-                    "correct": right,
-                    "tokens": length,
-                    "completion": text,
-                }
-            )
-            + "\n"
+            {
+                "model": model.label,
+                "cell": self.cells[cell],
+                "problem": i // size,
+                "sample": i % size,
+                "correct": right,
+                "tokens": length,
+                "completion": text,
+            }
             for i, (right, length, text) in enumerate(zip(correct, lengths, texts, strict=True))
         ]
 
@@ -212,7 +223,7 @@ class _Examiner:
             return None
         kept = Path(self.spec.state) / "budgets.json"
         if not kept.exists():
-            given = (role(self.spec, "budget") or role(self.spec, "before") or list(self.models))[0]
+            given = (role(self.spec, "budget") or role(self.spec, "before") or examined(self.spec))[0]
             with self.opener(given) as cold_start:
                 estimator = BudgetEstimator(
                     cold_start.generate,
@@ -288,11 +299,10 @@ def _by_prompt(right: Items[bool], size: int) -> list[int]:
     return [sum(right[at : at + size]) for at in range(0, len(right), size)]
 
 
-def _read(path: Path, cells: Items[str]) -> dict[str, CellScore]:
+def _read(path: Path) -> dict[str, CellScore]:
     try:
-        stored = json.loads(path.read_text())
-        return {name: _score(**stored[name]) for name in cells}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return {name: _score(**stored) for name, stored in json.loads(path.read_text())}
+    except (OSError, ValueError, TypeError) as error:
         raise damaged(path, error) from error
 
 

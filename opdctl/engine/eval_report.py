@@ -18,7 +18,7 @@ from opdctl.engine.scores import (
     wilson_interval,
 )
 from opdctl.engine.teachers import Router
-from opdctl.settings import EvalSettings
+from opdctl.settings import EvalSettings, HarnessSettings
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def means(scores: Mapping[str, CellScore]) -> Metrics:
 
 
 def report_of(
-    spec: StageSpec, settings: EvalSettings, scores: Mapping[str, Mapping[str, CellScore]]
+    spec: StageSpec, settings: EvalSettings | HarnessSettings, scores: Mapping[str, Mapping[str, CellScore]]
 ) -> tuple[dict[str, Any], Metrics]:
     """The whole report, and its final metrics: per model and per (model, cell)."""
     cells = list(next(iter(scores.values())))
@@ -126,11 +126,12 @@ def _describe_agreement(counts: Agreement, confidence: float) -> dict[str, Any]:
 
 
 def _fusion(
-    spec: StageSpec, settings: EvalSettings, scores: Mapping[str, Mapping[str, CellScore]]
+    spec: StageSpec, settings: EvalSettings | HarnessSettings, scores: Mapping[str, Mapping[str, CellScore]]
 ) -> list[FusionTable]:
-    """Tables of each student after against the student before and the routed teachers, where all three are given."""
+    """Tables of each student after against the student before and the routed teachers, where all three are given. Tasks
+    of a harness have no teachers: labels are of the pipeline's own tasks."""
     before, teachers, after = (role(spec, name) for name in ("before", "teachers", "after"))
-    if not (before and teachers and after):
+    if not (before and teachers and after) or isinstance(settings, HarnessSettings):
         return []
     counts = {label: {name: score.counts for name, score in of.items()} for label, of in scores.items()}
     by_cell = {cell: teachers[number].label for cell, number in routes(settings, teachers).items()}

@@ -8,6 +8,7 @@ from opdctl.fields import NAME_PATTERN, AxisValue, Settings
 from opdctl.settings.env_task import EnvironmentTaskSettings, LookupTask, RepairTask
 from opdctl.settings.eval import EvalBudget, EvalSettings, SelectSettings
 from opdctl.settings.grading import Endpoint, Grader
+from opdctl.settings.harness import HarnessSettings
 from opdctl.settings.merge import MergeSettings
 from opdctl.settings.model import FolderModel, ModelSettings, NewModel, Qwen3Shape, WordTokenizer
 from opdctl.settings.opd import (
@@ -122,6 +123,7 @@ __all__ = [
     "Gate",
     "GradeTask",
     "Grader",
+    "HarnessSettings",
     "IcePop",
     "InputValue",
     "JsdOpd",

@@ -17,6 +17,8 @@ class EvalBudget(Settings):
 
 
 class EvalSettings(Settings):
+    # our own; opdctl/settings/harness.py has the other. Not in the identity, which had none when there was one only
+    harness: Annotated[Literal["opdctl"], Field(exclude=True)] = "opdctl"
     data: Mixture
     rollout: Rollout  # `prompts`: per task; `group_size`: samples per prompt
     whole: bool = False  # all held-out rows of each task, whatever their number; `prompts` of one that has no end

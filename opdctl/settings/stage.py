@@ -6,6 +6,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from opdctl.fields import AxisValue, Name, Positive, Seed, Settings
 from opdctl.settings.eval import EvalSettings, SelectSettings
+from opdctl.settings.harness import HarnessSettings
 from opdctl.settings.merge import MergeSettings
 from opdctl.settings.opd import OpdSettings
 from opdctl.settings.rlvr import RlvrSettings
@@ -95,9 +96,16 @@ class OpdStage(_Stage):
     config: OpdSettings
 
 
+def _harness_tag(value: Any) -> Any:
+    return value.get("harness", "opdctl") if isinstance(value, dict) else value.harness
+
+
 class EvalStage(_Stage):
     kind: Literal["eval"]
-    config: EvalSettings
+    config: Annotated[
+        Annotated[EvalSettings, Tag("opdctl")] | Annotated[HarnessSettings, Tag("lm_eval")],
+        Discriminator(_harness_tag),
+    ]
 
 
 class MergeStage(_Stage):
