@@ -6,16 +6,12 @@ Whatever a worker would stumble over hours later is found here, for all stages a
 import contextlib
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from opdctl.errors import ConfigError, OpdctlError
 from opdctl.pipeline import Pipeline, Stage
-from opdctl.settings import EvalSettings, FileTask, OpdSettings, SampleSettings
-from opdctl.tasks import load_task
-
-if TYPE_CHECKING:
-    from opdctl.tasks.files import FileRows
+from opdctl.settings import EvalSettings, FileTask, OpdSettings, PublicTask, RlvrSettings, SampleSettings, SftSettings
+from opdctl.tasks import Task, load_task
 
 GRADED = 8  # reference answers that a verifier is tried on
 
@@ -23,14 +19,15 @@ GRADED = 8  # reference answers that a verifier is tried on
 def check_data(pipeline: Pipeline, stages: Iterable[Stage]) -> list[str]:
     """What is wrong with the tasks of these stages, a line each, by its key. Reads every file of theirs."""
     wanted = list(stages)
-    named = {name: t for stage in wanted for name, t in stage.settings.tasks.items() if isinstance(t, FileTask)}
+    settings = {name: task for stage in wanted for name, task in stage.settings.tasks.items()}
+    named = {name: task for name, task in settings.items() if isinstance(task, FileTask | PublicTask)}
     problems: list[str] = []
-    tasks: dict[str, FileRows] = {}
+    tasks: dict[str, Task] = {}
     with contextlib.redirect_stdout(sys.stderr):  # what a verifier of the user's own prints
-        for name, settings in named.items():
+        for name, task in named.items():
             try:
-                tasks[name] = _open(pipeline, name, settings)
-                problems += _grader(name, settings, tasks[name])
+                tasks[name] = load_task(name, task, pipeline.settings.efforts, pipeline.folder)
+                problems += _grader(name, task, tasks[name])
             except OpdctlError as error:
                 problems += _told(error)
     for stage in wanted:
@@ -38,20 +35,12 @@ def check_data(pipeline: Pipeline, stages: Iterable[Stage]) -> list[str]:
     return problems
 
 
-def _open(pipeline: Pipeline, name: str, settings: FileTask) -> "FileRows":
-    from opdctl.tasks.files import FileRows
-
-    task = load_task(name, settings, pipeline.settings.efforts, pipeline.folder)
-    assert isinstance(task, FileRows)
-    return task
-
-
 def _told(error: OpdctlError) -> list[str]:
     lines = error.problems if isinstance(error, ConfigError) else [str(error)]
     return [*lines[:-1], f"{lines[-1]} ({error.hint})" if error.hint else lines[-1]]
 
 
-def _grader(name: str, settings: FileTask, task: "FileRows") -> Iterator[str]:
+def _grader(name: str, settings: FileTask | PublicTask, task: Task) -> Iterator[str]:
     """A verifier that rejects right answers rewards nothing."""
     from opdctl.tasks.verifiers import check_references
 
@@ -59,11 +48,14 @@ def _grader(name: str, settings: FileTask, task: "FileRows") -> Iterator[str]:
         return  # verifiers with a time limit work in the main thread only, as workers' do
     rejected = check_references(task, min(GRADED, task.size("train") or 0))
     if rejected:
-        yield f"tasks.{name}.verifier: {settings.verifier} rejects {len(rejected)} reference answers: {rejected[0]}"
+        by = f".verifier: {settings.verifier}" if isinstance(settings, FileTask) else ": its verifier"
+        yield f"tasks.{name}{by} rejects {len(rejected)} reference answers: {rejected[0]}"
 
 
-def _prompts(stage: Stage, tasks: "Mapping[str, FileRows]") -> Iterator[str]:
+def _prompts(stage: Stage, tasks: Mapping[str, Task]) -> Iterator[str]:
     config = stage.settings.config
+    if isinstance(config, SftSettings | RlvrSettings | OpdSettings):
+        yield from _training(config.data.tasks, tasks, isinstance(config, SftSettings))
     if not isinstance(config, EvalSettings | SampleSettings):
         return
     sampled = isinstance(config, SampleSettings)
@@ -80,8 +72,22 @@ def _prompts(stage: Stage, tasks: "Mapping[str, FileRows]") -> Iterator[str]:
             )
 
 
-def _routes(stage: Stage, tasks: "Mapping[str, FileRows]") -> Iterator[str]:
+def _training(names: Sequence[str], tasks: Mapping[str, Task], imitated: bool) -> Iterator[str]:
+    """Some published data are a test and nothing else, and some have no solutions."""
+    for name in dict.fromkeys(names):
+        try:
+            if name in tasks and imitated:
+                tasks[name].demonstrations(0, 0, 1)
+            elif name in tasks:
+                tasks[name].prompts("train", 0, 0, 1, None)
+        except ConfigError as error:
+            yield f"config.data.tasks: {error}"
+
+
+def _routes(stage: Stage, tasks: Mapping[str, Task]) -> Iterator[str]:
     """A teacher for every combination of columns that the rows hold."""
+    from opdctl.tasks.files import FileRows
+
     config = stage.settings.config
     if not isinstance(config, OpdSettings) or config.default_teacher is not None:
         return
@@ -89,7 +95,8 @@ def _routes(stage: Stage, tasks: "Mapping[str, FileRows]") -> Iterator[str]:
     routes = {tuple(given.route.get(column) for column in config.route_by) for given in teachers}
     asked: dict[tuple[str, ...], None] = {}
     for name in dict.fromkeys(config.data.tasks):
-        rows = tasks[name].columns("train") if name in tasks else []
+        task = tasks.get(name)
+        rows = task.columns("train") if isinstance(task, FileRows) else []
         for columns in rows:
             for effort in config.data.efforts or [""]:
                 every = {**columns, "domain": name, "effort": effort}

@@ -46,7 +46,8 @@ def _fraction(given: str, row: Mapping[str, Any]) -> bool:
 
 
 def _items(given: str, row: Mapping[str, Any]) -> bool:
-    return _listed(given) == _listed(row["answer"])
+    whole = re.fullmatch(r"\[.*\]|[^\[\]]+", given.strip())
+    return whole is not None and _listed(given) == _listed(row["answer"])
 
 
 def _listed(text: str) -> list[str]:
