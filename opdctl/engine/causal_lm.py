@@ -5,17 +5,22 @@ V vocabulary.
 """
 
 import inspect
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from opdctl.engine.batch import Sequence, TokenBatch, collate
 from opdctl.engine.policy import Cache, Policy
 from opdctl.engine.weights import check_finite, some
-from opdctl.errors import OpdctlError
+from opdctl.errors import OpdctlError, StageRefused
 
 
 class CausalLMCache:
@@ -59,6 +64,25 @@ class CausalLMPolicy(Policy):
         prefix = "network."
         named = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
         self.network.save_pretrained(folder, state_dict=named)
+
+    def linear_layers(self) -> dict[str, Tensor]:
+        output = self.network.get_output_embeddings()
+        return {
+            name: module.weight
+            for name, module in self.network.named_modules()
+            if isinstance(module, torch.nn.Linear) and module is not output
+        }
+
+    def checkpoint_activations(self) -> None:
+        layers = [module for module in self.network.modules() if isinstance(module, GradientCheckpointingLayer)]
+        if not layers:
+            raise StageRefused(
+                f"resources.gradient_checkpointing: {type(self.network).__name__} has no layers that can be recomputed",
+                hint="leave it out, and lower resources.micro_batch_tokens",
+            )
+        for layer in layers:
+            # transformers' own way needs training mode, in which networks drop out
+            layer.forward = partial(_recomputed, layer.forward)  # of these layers alone
 
     def head(self) -> Tensor:
         head: Tensor = self.network.get_output_embeddings().weight
@@ -175,6 +199,12 @@ class CausalLMPolicy(Policy):
             return bool(error(tree.mask_BTT) < blind * (1e-3 if _wide(expected_ND) else 0.5))
         except (RuntimeError, TypeError, ValueError, IndexError):  # of a model that wants a mask of another shape
             return False
+
+
+def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
 
 def _wide(a: Tensor) -> bool:

@@ -17,6 +17,7 @@ from opdctl.backends.contract import Control, InputSpec, StageResult, StageSpec,
 from opdctl.engine.batch import TokenBatch
 from opdctl.engine.checkpoint import Tokenizer, load_policy, load_tokenizer, new_policy, save_policy
 from opdctl.engine.journal import open_journal
+from opdctl.engine.lora import ADAPTER, Adapters
 from opdctl.engine.optim import AdamW, learning_rate
 from opdctl.engine.policy import Policy
 from opdctl.engine.recovery import Recovery, Save
@@ -82,7 +83,11 @@ class Trainer:
     def __init__(self, spec: StageSpec, control: Control, train: Train, policy: Policy, tokenizer: Tokenizer) -> None:
         self.spec, self.control, self.train = spec, control, train
         self.policy, self.tokenizer = policy, tokenizer
-        self.optimizer = AdamW(dict(policy.named_parameters()), train.optimizer)
+        self.adapters = Adapters(policy, train.lora, spec.seed) if train.lora else None
+        self._trained = self.adapters.parameters if self.adapters else dict(policy.named_parameters())
+        if spec.resources.get("gradient_checkpointing"):
+            policy.checkpoint_activations()
+        self.optimizer = AdamW(self._trained, train.optimizer)
         self.step = 0
         self.position: dict[str, int] = {}  # data positions and what was spent; saved and restored with the weights
         self.extra: dict[str, Tensor] = {}  # whatever else a resumed stage needs; saved and restored alike
@@ -115,7 +120,10 @@ class Trainer:
                 saved_at = self.step
             if stop:
                 raise Stopped
-        save_policy(self.policy, self.tokenizer, Path(self.spec.output), dtype=DTYPES[self.train.precision])
+        output = Path(self.spec.output)
+        save_policy(self.policy, self.tokenizer, output, dtype=DTYPES[self.train.precision])
+        if self.adapters:
+            self.adapters.save(output / ADAPTER)
         return StageResult(step=self.step, metrics={**metrics, **self._cost()})
 
     def _cost(self) -> Metrics:
@@ -152,6 +160,8 @@ class Trainer:
             if not math.isfinite(norm):
                 self._refuse("grad_norm", norm, batch)
             self.optimizer.step(lr)
+            if self.adapters:
+                self.adapters.merge()
         self.step += 1
         return {"loss": total, "grad_norm": norm, "lr": lr}
 
@@ -166,7 +176,7 @@ class Trainer:
         )
 
     def _save(self, metrics: Metrics) -> None:
-        weights = {f"policy.{name}": value.detach() for name, value in self.policy.named_parameters()}
+        weights = {f"policy.{name}": value.detach() for name, value in self._trained.items()}
         moments = {f"optimizer.{name}": value for name, value in self.optimizer.state_tensors().items()}
         position = {**self.position, "cpu_ms": self._cpu_ms()}
         extra = {f"extra.{name}": value for name, value in self.extra.items()}
@@ -177,13 +187,15 @@ class Trainer:
     def _restore(self, saved: Save) -> None:
         self.step, self.position, self._metrics = saved.step, dict(saved.position), dict(saved.metrics)
         with torch.no_grad():
-            for name, parameter in self.policy.named_parameters():
+            for name, parameter in self._trained.items():
                 parameter.copy_(saved.tensors[f"policy.{name}"])
         moments, self.extra = (
             {k.removeprefix(prefix): v for k, v in saved.tensors.items() if k.startswith(prefix)}
             for prefix in ("optimizer.", "extra.")
         )
         self.optimizer.load_state_tensors(moments)
+        if self.adapters:
+            self.adapters.merge()
 
 
 def mean(values: Iterable[float]) -> float:

@@ -78,6 +78,15 @@ class Policy(nn.Module, ABC):
         save_file(state, folder / SINGLE, metadata={"format": "pt"})
 
     @abstractmethod
+    def linear_layers(self) -> dict[str, Tensor]:
+        """Matrices [out, in] of the network's linear layers, the output matrix left out, by the layer's name in
+        transformers' model."""
+
+    @abstractmethod
+    def checkpoint_activations(self) -> None:
+        """From now on `hidden` keeps a layer's input alone, and computes the layer again for the backward pass."""
+
+    @abstractmethod
     def head(self) -> Tensor:
         """The output matrix [V, D]."""
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig, Qwen3Config
 
 from opdctl.engine.batch import TokenBatch
@@ -106,6 +107,14 @@ class _Layer(nn.Module):
             self.mlp.down_proj.weight.T,
         )
 
+    def forward(self, x_BTD: Tensor, turn: Tensor, bias: Tensor | None, wanted_N: Tensor | None) -> Tensor:
+        """[B, T, D], or [N, D] at the flat indices `wanted_N`."""
+        joined = self.joined()
+        attended = attend(*self.queries_keys_values(x_BTD, turn, joined), bias)
+        if wanted_N is not None:
+            attended, x_BTD = attended.flatten(0, 1)[wanted_N], x_BTD.flatten(0, 1)[wanted_N]
+        return self.finish(x_BTD, attended, joined)
+
     def queries_keys_values(self, x_BTD: Tensor, turn: Tensor, joined: _Joined) -> tuple[Tensor, Tensor, Tensor]:
         """q [B, H, T, h], k and v [B, K, T, h], as the cache holds them."""
         rotated = self.heads + self.key_heads
@@ -196,7 +205,15 @@ class Qwen3Policy(Policy):
         if not config.tie_word_embeddings:
             self.lm_head = _Weight(config.vocab_size, config.hidden_size)
         self.layers = [layer for layer in self.model.layers if isinstance(layer, _Layer)]
+        self.recomputes = False
         self.register_buffer("turns", rotary_table(config), persistent=False)
+
+    def linear_layers(self) -> dict[str, Tensor]:
+        matrices = {name: weight for name, weight in self.model.layers.named_parameters() if weight.dim() == 2}
+        return {f"model.layers.{name.removesuffix('.weight')}": weight for name, weight in matrices.items()}
+
+    def checkpoint_activations(self) -> None:
+        self.recomputes = True
 
     def head(self) -> Tensor:
         return self.model.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
@@ -205,8 +222,7 @@ class Qwen3Policy(Policy):
         self.check_length(int(batch.positions_BT.max()) + 1)
         bias = None if batch.mask_BTT is None else self._bias(batch.mask_BTT)
         wanted_N = batch.rows_N * batch.ids_BT.shape[1] + batch.cols_N
-        joined = [layer.joined() for layer in self.layers]
-        return self._forward(batch.ids_BT, batch.positions_BT, bias, wanted_N, joined)
+        return self._forward(batch.ids_BT, batch.positions_BT, bias, wanted_N)
 
     @torch.no_grad()
     def prefill(self, prompts_BP: Tensor, lengths_B: Tensor, max_new: int) -> tuple[Tensor, Cache]:
@@ -251,17 +267,16 @@ class Qwen3Policy(Policy):
         cache.advance()
         return hidden_BD
 
-    def _forward(
-        self, ids_BT: Tensor, positions_BT: Tensor, bias: Tensor | None, wanted_N: Tensor, weights: list[_Joined]
-    ) -> Tensor:
+    def _forward(self, ids_BT: Tensor, positions_BT: Tensor, bias: Tensor | None, wanted_N: Tensor) -> Tensor:
         """Hidden states at the flat indices `wanted_N` of [B, T]; `bias` is added to attention scores, None: causal."""
         x = F.embedding(ids_BT, self.model.embed_tokens.weight)
         turn = self._turn(positions_BT)
-        for layer, joined in zip(self.layers, weights, strict=True):
-            attended = attend(*layer.queries_keys_values(x, turn, joined), bias)
-            if layer is self.layers[-1]:
-                attended, x = attended.flatten(0, 1)[wanted_N], x.flatten(0, 1)[wanted_N]
-            x = layer.finish(x, attended, joined)
+        for layer in self.layers:
+            only = wanted_N if layer is self.layers[-1] else None
+            if self.recomputes and torch.is_grad_enabled():
+                x = checkpoint(layer.forward, x, turn, bias, only, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = layer.forward(x, turn, bias, only)
         return rms_norm(x, self.model.norm.weight, self.config.rms_norm_eps)
 
     def _infer(

@@ -38,7 +38,7 @@ def model(overrides: Overrides, spec: StageSpec, at: str, given: InputSpec) -> N
     overrides.choose(
         {
             f"+{at}.override_config.attn_implementation": "sdpa" if cpu else "flash_attention_2",
-            f"{at}.enable_gradient_checkpointing": not cpu,
+            f"{at}.enable_gradient_checkpointing": not cpu or bool(spec.resources["gradient_checkpointing"]),
             f"{at}.enable_activation_offload": False,
             f"{at}.use_fused_kernels": False,
             f"{at}.use_liger": False,
