@@ -120,6 +120,9 @@ def _verl(settings: AnyStage, inputs: Sequence[Input], pipeline: PipelineSetting
         return
     config, resources = settings.config, settings.resources.verl
     yield from _precision(config, resources)
+    if config.train.lora is not None:
+        text = "a checkpoint holds merged weights, and verl saves adapters apart: backend: embedded merges"
+        yield "config.train.lora", text
     yield from _parallel(config, resources)
     yield from _machine(config, resources, pipeline.workers.verl)
     yield from _lengths(config, resources, settings.resources.micro_batch_tokens, pipeline)

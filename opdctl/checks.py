@@ -26,6 +26,7 @@ from opdctl.settings import (
     Rollout,
     SampleSettings,
     SampleStage,
+    SftSettings,
     TopKOpd,
     Train,
 )
@@ -57,6 +58,8 @@ def check_stage(settings: AnyStage, inputs: Sequence[Input], pipeline: PipelineS
         yield "config.rollout.partial", text
     if isinstance(config, RlvrSettings | EvalSettings) and config.grader is not None:
         yield from _grader(config.grader, config)
+    if isinstance(config, SftSettings | RlvrSettings | OpdSettings) and config.train.lora is not None:
+        yield from _lora(config, inputs)
     if isinstance(config, MergeSettings):
         yield from _merge(config, inputs)
     if isinstance(config, SampleSettings) and config.per_prompt > config.rollout.group_size:
@@ -190,6 +193,16 @@ def _grader(grader: Grader, config: RlvrSettings | EvalSettings) -> Iterator[Pro
             yield "config.grader.tasks", f"the stage reads no task '{name}'" + hint
     if grader.mode == "pairwise" and isinstance(config, EvalSettings) and config.rollout.group_size < 2:
         yield "config.grader.mode", "pairwise compares the completions of a group: give rollout.group_size 2 or more"
+
+
+def _lora(config: SftSettings | RlvrSettings | OpdSettings, inputs: Sequence[Input]) -> Iterator[Problem]:
+    for given in inputs:
+        if given.role in ("init", "student") and given.kind == "model":
+            text = "adapters change a trained model a little, and this stage begins with a new one: leave lora out"
+            yield "config.train.lora", text
+    if isinstance(config, OpdSettings) and config.extrapolation is not None:
+        text = "stretches weights, and with lora these are products of what is trained: leave one of both out"
+        yield "config.extrapolation", text
 
 
 def _merge(config: MergeSettings, inputs: Sequence[Input]) -> Iterator[Problem]:
