@@ -61,14 +61,14 @@ def _prompts(stage: Stage, tasks: Mapping[str, Task]) -> Iterator[str]:
     sampled = isinstance(config, SampleSettings)
     for name in dict.fromkeys(config.data.tasks):
         size = tasks[name].size("train" if sampled else "eval") if name in tasks else None
-        if size is None or size >= config.rollout.prompts:
+        if size is None or size >= config.rollout.prompts or (isinstance(config, EvalSettings) and config.whole):
             continue
         if sampled:
             yield f"config.rollout.prompts: {config.rollout.prompts}, but task '{name}' has {size} rows for training"
         else:
             yield (
                 f"config.rollout.prompts: {config.rollout.prompts}, but task '{name}' has {size} rows for evaluation "
-                f"(raise tasks.{name}.held_out, or give an eval_path)"
+                f"(lower it, or set config.whole)"
             )
 
 
