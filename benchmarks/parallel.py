@@ -23,8 +23,8 @@ SPECIALISTS = ["max[domain=general]", "max[domain=general_agents]"]
 def seconds(workspace: Path, slots: int, steps: int) -> float:
     """To train both specialists anew with so many slots."""
     overrides = [
-        "scale.sft.max_steps=20",
-        f"scale.rungs.max.max_steps={steps}",
+        "scale.agents.sft.max_steps=20",
+        f"scale.agents.rungs.max.max_steps={steps}",
         f"machine.slots={slots}",
         "machine.cpus=2",
         "tracking.enabled=false",

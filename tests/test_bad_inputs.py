@@ -21,8 +21,8 @@ ROOT = Path(__file__).parent.parent
 SMALL = {
     "axes.domain": "[general]",
     "axes.loss": "[full_vocab]",
-    "scale.sft.max_steps": "2",
-    "scale.opd.max_steps": "2",
+    "scale.agents.sft.max_steps": "2",
+    "scale.agents.opd.max_steps": "2",
     "scale.eval.prompts": "2",
     "tracking.enabled": "false",
 }

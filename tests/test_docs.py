@@ -23,7 +23,10 @@ import sys
 from opdctl.cli import main
 arguments = sys.argv[1:]
 if arguments and arguments[0] in ("run", "plan", "validate"):
-    quick = "scale=smoke scale.sft.max_steps=5 scale.opd.max_steps=2 scale.eval.prompts=2 tracking.enabled=false"
+    quick = (
+        "scale=smoke scale.sft.max_steps=5 scale.opd.max_steps=2 scale.eval.prompts=2 tracking.enabled=false "
+        "scale.agents.sft.max_steps=5 scale.agents.opd.max_steps=2"
+    )
     for setting in quick.split():
         if not any(given.startswith(setting.split("=")[0] + "=") for given in arguments):
             arguments.append(setting)

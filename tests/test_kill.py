@@ -28,7 +28,7 @@ def run_toy(workspace: Path) -> list[str | Path]:
 
 def run_engine(workspace: Path) -> list[str | Path]:
     """The whole recipe in small, by the command line."""
-    small = ["scale=smoke", "scale.sft.global_batch_size=24", "axes.domain=[general]", "axes.loss=[full_vocab]"]
+    small = ["scale=smoke", "scale.agents.sft.global_batch_size=24", "axes.domain=[general]", "axes.loss=[full_vocab]"]
     command = [sys.executable, "-m", "opdctl", "run", "kimi_k3", *small, "tracking.enabled=false"]
     return [*command, "--workspace", workspace]
 

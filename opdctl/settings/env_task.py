@@ -32,7 +32,7 @@ class RepairTask(EnvironmentTaskSettings):
     task: Literal["repair"]
     lines: Annotated[int, Field(ge=1, le=4)] = 3
     runs: dict[str, Level] = {"low": 0, "high": 1, "max": 2}  # of the tests at this effort, the last after an edit
-    visible: Annotated[int, Field(ge=1, le=9)] = 6  # of the nine states those that tests can show; all are judged
+    visible: Annotated[int, Field(ge=1, le=7)] = 5  # of the seven states those that tests can show; all are judged
     held_out: Fraction = 0.1  # share of all problems kept for evaluation, by program, line and right operation
     misread: Fraction = 0.5  # demonstrations: chance that all tests but the report go unheeded
     noise: Fraction = 0.4  # demonstrations: chance that an operation is random

@@ -5,11 +5,11 @@ task's domain `math`) is known to the tool alone: `<call> get key: c a </call>` 
 turn, without a call, is the final state. At a low effort all keys are asked for at once and the result is worked out
 unseen; at a high one the state is written after every key.
 
-`repair`: `<fix> swap x+1 ret l3: 12 21 <max>` shows a program of lines, each an operation of the domain `code`, and
-a report: line 3 should make 21 of 12, and does not. `<call> edit l3: x=y </call>` replaces a line, and
-`<call> run </call>` runs the tests and is answered by `<obs> pass` or by the next one that fails, `<obs> l3: 20 00`. A
-turn may do both. A turn without a call ends the episode; then hidden tests decide: all states, the visible ones among
-them. One failing test fits several operations; effort buys more of them, and a try that turned out wrong can be mended.
+`repair`: `<fix> *2 =0 +1 l3: 5 3 <max>` shows a program of lines, each an operation of the same domain, and a report:
+line 3 should make 3 of 5, and does not. `<call> edit l3: *2 </call>` replaces a line, and `<call> run </call>` runs the
+tests and is answered by `<obs> pass` or by the next one that fails, `<obs> l3: 0 3`. A turn may do both. A turn without
+a call ends the episode; then hidden tests decide: all states, the visible ones among them. One failing test fits
+several operations; effort buys more of them, and a try that turned out wrong can be mended.
 
 Demonstrations are by a sloppy writer, so that reinforcement has something to gain: see `LookupTask`, `RepairTask`.
 """
@@ -23,11 +23,16 @@ from opdctl.errors import ConfigError
 from opdctl.settings import EffortSettings, LookupTask, RepairTask
 from opdctl.tasks import Demonstration, Prompt, Split, ToolCall, Turn, Verdict, effort_wording, first_group, is_held_out
 from opdctl.tasks import turns as messages_of
-from opdctl.tasks.chain import DOMAINS, Domain
+from opdctl.tasks.chain import DOMAINS
 from opdctl.tasks.environment import CallFormat, Step
 
 Problem = Mapping[str, Any]  # plain JSON
 Writer = Generator[tuple[str, list[ToolCall]], str, None]  # (text, calls) of a turn; what is observed
+_DOMAIN = DOMAINS["math"]
+_MAKES = {  # operation -> state -> state
+    op: dict(zip(_DOMAIN.states, (_DOMAIN.states[step(i)[0]] for i in range(len(_DOMAIN.states))), strict=True))
+    for op, step in _DOMAIN.steps.items()
+}
 OBSERVED, ERROR, DONE = "<obs>", "error", "done"
 KEYS = "abcdefg"
 
@@ -181,13 +186,13 @@ class Lookup(_Stream):
 
     def __init__(self, name: str, settings: LookupTask, efforts: EffortSettings | None) -> None:
         super().__init__(name, settings, efforts)
-        self.settings, self.domain = settings, DOMAINS["math"]
-        self._ops, self._frequencies = list(self.domain.steps), self.domain.frequencies().tolist()
+        self.settings = settings
+        self._ops, self._frequencies = list(_DOMAIN.steps), _DOMAIN.frequencies().tolist()
 
     def problem(self, rng: random.Random) -> Problem:
         ops = rng.choices(self._ops, self._frequencies, k=len(KEYS))
         keys = rng.sample(KEYS, self.settings.keys)
-        store, start = dict(zip(KEYS, ops, strict=True)), rng.choice(self.domain.states)
+        store, start = dict(zip(KEYS, ops, strict=True)), rng.choice(_DOMAIN.states)
         return {
             "content": " ".join([start, *(store[key] for key in keys)]),
             "store": store,
@@ -209,21 +214,17 @@ class Lookup(_Stream):
         for at in range(0, len(keys), stride):
             asked = {} if rng.random() < settings.fumble else {"key": " ".join(keys[at : at + stride])}
             heard = yield told, [ToolCall("get", asked)]
-            ops = [op for op in heard.split() if op in self.domain.steps]
+            ops = [op for op in heard.split() if op in _DOMAIN.steps]
             for op in ops:
-                state = _sloppy(rng, self.domain, state, op, settings.misread, settings.noise)
+                state = _sloppy(rng, state, op, settings.misread, settings.noise)
             told = state
         yield told, []
 
 
-def _applied(domain: Domain, state: str, op: str) -> str:
-    return domain.states[domain.steps[op](domain.states.index(state))[0]]
-
-
-def _sloppy(rng: random.Random, domain: Domain, state: str, op: str, misread: float, noise: float) -> str:
-    if op == domain.misread[0] and rng.random() < misread:
-        op = domain.misread[1]
-    return rng.choice(domain.states) if rng.random() < noise else _applied(domain, state, op)
+def _sloppy(rng: random.Random, state: str, op: str, misread: float, noise: float) -> str:
+    if op == _DOMAIN.misread[0] and rng.random() < misread:
+        op = _DOMAIN.misread[1]
+    return rng.choice(_DOMAIN.states) if rng.random() < noise else _MAKES[op][state]
 
 
 class _LookupEpisode(_Episode):
@@ -234,18 +235,13 @@ class _LookupEpisode(_Episode):
         return " ".join(self.problem["store"][key] for key in keys)
 
     def wrong(self, final: str) -> str:
-        domain, state = DOMAINS["math"], self.problem["start"]
+        state = self.problem["start"]
         for key in self.problem["keys"]:
-            state = _applied(domain, state, self.problem["store"][key])
+            state = _MAKES[self.problem["store"][key]][state]
         return "" if final.split()[-1:] == [state] else f"ends in {final.split()[-1:]}, not {state!r}"
 
 
 # ------------------------------------------------------------------------------------------------------- repair
-
-_CODE = DOMAINS["code"]
-_MAKES = {
-    op: {state: _applied(_CODE, state, op) for state in _CODE.states} for op in _CODE.steps
-}  # operation -> state -> state
 
 
 class Repair(_Stream):
@@ -264,7 +260,7 @@ class Repair(_Stream):
         line, right = rng.randrange(len(program)), rng.choice(list(_MAKES))
         while right == program[line]:
             right = rng.choice(list(_MAKES))
-        order = rng.sample(_CODE.states, len(_CODE.states))
+        order = rng.sample(_DOMAIN.states, len(_DOMAIN.states))
         # the report comes first: a state on which both differ
         order.sort(key=lambda state: _MAKES[right][state] == _MAKES[program[line]][state])
         order[1:] = rng.sample(order[1:], len(order) - 1)
@@ -292,7 +288,7 @@ class Repair(_Stream):
             call = self._edit(rng, tests)
             checked = runs > again  # at one run the second edit goes unseen
             heard = yield "", [call, *([ToolCall("run", {})] if checked else [])]
-            if not checked or not heard.endswith(tuple(_CODE.states)):
+            if not checked or not heard.endswith(tuple(_DOMAIN.states)):
                 break
             tests.append(heard.split(" ", 2)[2])
         yield DONE, []
@@ -345,7 +341,7 @@ class _RepairEpisode(_Episode):
 
     def wrong(self, final: str) -> str:
         failing = [
-            (line, state) for line in range(len(self.program)) for state in _CODE.states if self._fails(line, state)
+            (line, state) for line in range(len(self.program)) for state in _DOMAIN.states if self._fails(line, state)
         ]
         return f"line {failing[0][0] + 1} is wrong on {failing[0][1]}" if failing else ""
 

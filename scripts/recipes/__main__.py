@@ -19,7 +19,7 @@ from scripts.recipes import page
 from scripts.recipes.results import Results
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-FIRST = "kimi_k3"  # the others reuse its stages
+FIRST = "kimi_k3"  # the demo
 NO_RECIPE = (
     "kimi_k3_verl_smoke",  # shows that the path of verl works; nothing of a report is measured
     "word_problems",  # a pretrained model: `make real`

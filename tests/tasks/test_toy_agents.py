@@ -9,7 +9,6 @@ from opdctl.errors import ConfigError
 from opdctl.settings import EffortSettings, LookupTask, RepairTask
 from opdctl.tasks import Demonstration, load_task
 from opdctl.tasks.call_formats import call_format
-from opdctl.tasks.chain import DOMAINS
 from opdctl.tasks.environment import EnvironmentTask
 
 EFFORTS = EffortSettings(by="control_token", levels={"low": "<low>", "high": "<high>", "max": "<max>"})
@@ -82,43 +81,38 @@ def test_a_looked_up_chain_by_hand():
 def problem_of_repair():
     return {
         "content": "",
-        "program": ["swap", "x+1"],
+        "program": ["*2", "+1"],
         "line": 0,
-        "right": "x=0",
-        "order": ["12", "00", "21", "01", "02", "10", "11", "20", "22"],
+        "right": "=0",
+        "order": ["5", "0", "2", "1", "3", "4", "6"],
     }
 
 
 def test_a_repair_by_hand():
     task = repair(lines=2, visible=3)
-    assert task.question(problem_of_repair(), "<low>") == "<fix> swap x+1 l1: 12 02 <low>"
+    assert task.question(problem_of_repair(), "<low>") == "<fix> *2 +1 l1: 5 0 <low>"
     episode = task.episode(problem_of_repair(), WORDS)
-    assert episode.step("<call> run </call>").observation == "<obs> l1: 21 01"  # 00 stays 00
-    assert episode.step("<call> run </call>").observation == "<obs> l1: 12 02"  # and round again
-    step = episode.step("<call> edit l1: ret </call> <call> run </call>")
-    assert step.observation == "<obs> ok l1: 00 00"
+    assert episode.step("<call> run </call>").observation == "<obs> l1: 2 0"  # 0 stays 0
+    assert episode.step("<call> run </call>").observation == "<obs> l1: 5 0"  # and round again
+    step = episode.step("<call> edit l1: =3 </call> <call> run </call>")
+    assert step.observation == "<obs> ok l1: 0 0"
     assert step.counts == {"calls": 2.0, "valid_calls": 2.0}
-    for bad in ("edit", "edit l3: swap", "edit l1: 00", "run l1: x", "edit l1: swap l2: swap", "look"):
+    for bad in ("edit", "edit l3: *2", "edit l1: 0", "run l1: +1", "edit l1: *2 l2: *2", "look"):
         assert episode.step(f"<call> {bad} </call>").observation == "<obs> error"
     saved = json.loads(json.dumps(episode.state()))
     assert episode.step("done").done
     assert not episode.verdict().correct
     again = task.episode(problem_of_repair(), WORDS)
     again.restore(saved)
-    assert again.step("<call> edit l1: x=0 </call> <call> run </call>").observation == "<obs> ok pass"
+    assert again.step("<call> edit l1: =0 </call> <call> run </call>").observation == "<obs> ok pass"
     assert again.step("").done
     assert again.verdict().correct
 
 
 def test_hidden_tests_see_more_than_those_that_can_be_run():
-    """x=y and x+1 agree on 12, 21 and 00... of which x+1 is not the wanted one."""
-    steps = DOMAINS["code"].steps
-    states = DOMAINS["code"].states
-    agree = [s for i, s in enumerate(states) if steps["swap"](i) == steps["ret"](i)]
-    assert agree == ["12"]
-    problem = {"content": "", "program": ["y+1"], "line": 0, "right": "swap", "order": [*agree, *set(states) - {"12"}]}
+    problem = {"content": "", "program": ["=0"], "line": 0, "right": "*2", "order": ["1", *"023456"]}
     episode = repair(lines=1, visible=1).episode(problem, WORDS)
-    assert episode.step("<call> edit l1: ret </call> <call> run </call>").observation == "<obs> ok pass"
+    assert episode.step("<call> edit l1: +1 </call> <call> run </call>").observation == "<obs> ok pass"  # 1 becomes 2
     episode.step("done")
     assert "line 1 is wrong" in episode.verdict().details["reason"]
 
