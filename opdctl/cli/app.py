@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from opdctl.cli import carry_out, compare, inspect, logs, model, surroundings
+from opdctl.cli import carry_out, compare, data, inspect, logs, model, surroundings
 from opdctl.cli.options import Invocation
 
 app = typer.Typer(
@@ -61,6 +61,7 @@ for _command in (
     surroundings.doctor,
 ):
     app.command()(_command)
+app.add_typer(data.app, name="data")
 app.add_typer(model.app, name="model")
 
 

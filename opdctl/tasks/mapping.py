@@ -43,11 +43,11 @@ def read_rows(path: Path, settings: FileTask, key: str) -> list[Row]:
     """All rows of a path, checked; raises ConfigError naming up to ten bad ones, each with its number."""
     rows: list[Row] = []
     problems: list[str] = []
-    for where, row in stream_rows(path, settings, key):
+    for file, number, row in stream_rows(path, settings, key):
         if isinstance(row, Row):
             rows.append(row)
         else:
-            problems.append(f"{key}: {where}: {row}")
+            problems.append(f"{key}: {file}, row {number}: {row}")
     if len(problems) > SHOWN:
         problems[SHOWN:] = [f"{key}: {path}: {len(problems) - SHOWN} more bad rows"]
     if problems:
@@ -57,8 +57,8 @@ def read_rows(path: Path, settings: FileTask, key: str) -> list[Row]:
     return rows
 
 
-def stream_rows(path: Path, settings: FileTask, key: str) -> Iterator[tuple[str, Row | BadRow]]:
-    """(file and number, row) of all rows of a path, one in memory at a time; a bad one comes as a BadRow."""
+def stream_rows(path: Path, settings: FileTask, key: str) -> Iterator[tuple[Path, int, Row | BadRow]]:
+    """(file, number, row) of all rows of a path, one in memory at a time; a bad one comes as a BadRow."""
     named = [settings.prompt, settings.answer, settings.completion, settings.images, *settings.columns]
     columns = [column for column in dict.fromkeys(named) if column]
     wanted = {part for column in columns for part in (column, column.partition(".")[0])}
@@ -68,7 +68,7 @@ def stream_rows(path: Path, settings: FileTask, key: str) -> Iterator[tuple[str,
                 row: Row | BadRow = _row(number, raw, columns, settings)
             except BadRow as error:
                 row = error
-            yield f"{file}, row {number}", row
+            yield file, number, row
 
 
 def _row(number: int, raw: Any, wanted: Sequence[str], settings: FileTask) -> Row:

@@ -1,7 +1,7 @@
 """The rows that verl reads, dealt by opdctl: the embedded engine's rows, in its order, enough for every step.
 
-One parquet file a stage. A prompt is one message that holds the rendered text (see `templates`); what a verifier needs
-travels as JSON. Nothing is drawn, cut or shuffled by verl.
+One parquet file a stage, which stages with the same rows share (`converted.py`). A prompt is one message that holds the
+rendered text (see `templates`); what a verifier needs travels as JSON. Nothing is drawn, cut or shuffled by verl.
 """
 
 import hashlib
@@ -16,6 +16,7 @@ from typing import Any
 
 from opdctl.backends.contract import Control, StageSpec
 from opdctl.backends.verl.budgets import budgets
+from opdctl.backends.verl.converted import convert_once
 from opdctl.backends.verl.judge import pack
 from opdctl.backends.verl.layout import IMAGES, ROUTE, Layout, has_images, layout, teacher_key
 from opdctl.backends.verl.render_rl import updates_of
@@ -55,11 +56,15 @@ def write(spec: StageSpec, control: Control) -> Layout:
         student.check_stops()
     if spec.kind == "opd":
         check_teachers(role(spec, "teachers"), role(spec, "student")[0].path, _texts(spec, student))
-    batches = _demonstrations(spec, student) if spec.kind == "sft" else _prompts(spec, student, control)
-    first = next(batches)
-    _write_rows(files.train, chain([first], batches))
-    # opdctl evaluates in stages of its own; verl's SFT trainer computes a loss on one whole batch at the end
-    _write_rows(files.validation, [first])
+
+    def make(train: Path, validation: Path) -> None:
+        batches = _demonstrations(spec, student) if spec.kind == "sft" else _prompts(spec, student, control)
+        first = next(batches)
+        _write_rows(train, chain([first], batches))
+        # opdctl evaluates in stages of its own; verl's SFT trainer computes a loss on one whole batch at the end
+        _write_rows(validation, [first])
+
+    convert_once(spec, files, make)
     write_json(mark, {"digest": wanted})
     return files
 
@@ -177,7 +182,7 @@ def _prompts(spec: StageSpec, student: _Student, control: Control) -> Iterator[l
             if router is not None:
                 for row, record in zip(rows, records, strict=True):
                     record[ROUTE] = teacher_key(router.teacher(row.prompt.columns))
-            order = _order(spec, batch * settings.updates, len(rows))
+            order = shuffled_batch(spec.seed, spec.kind, batch * settings.updates, len(rows))
             for position, number in enumerate(order):
                 records[number]["extra_info"]["index"] = batch * options.prompts + position
             yield [records[number] for number in order]
@@ -207,12 +212,12 @@ def _router(spec: StageSpec, settings: RlvrSettings | OpdSettings) -> Router | N
     return Router(role(spec, "teachers"), settings.route_by, settings.default_teacher)
 
 
-def _order(spec: StageSpec, step: int, count: int) -> list[int]:
+def shuffled_batch(seed: int, kind: str, step: int, count: int) -> list[int]:
     """How the engine shuffles a rollout batch's prompts before it splits them into optimizer steps: dealt by cell,
     each step would see one task, or one teacher, only."""
     import torch
 
-    generator = torch.Generator().manual_seed(stream_seed(spec.seed, f"{spec.kind}-split", step))
+    generator = torch.Generator().manual_seed(stream_seed(seed, f"{kind}-split", step))
     return [int(number) for number in torch.randperm(count, generator=generator)]
 
 

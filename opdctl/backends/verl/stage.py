@@ -16,7 +16,7 @@ from pathlib import Path
 
 from opdctl import processes
 from opdctl.backends.contract import Control, InputSpec, StageResult, StageSpec, Stopped
-from opdctl.backends.verl import checkpoints, data, progress, render, render_rl
+from opdctl.backends.verl import checkpoints, converted, data, progress, render, render_rl
 from opdctl.backends.verl.checkpoints import Saves
 from opdctl.backends.verl.layout import layout
 from opdctl.backends.verl.render import Command
@@ -59,6 +59,7 @@ def run(spec: StageSpec, control: Control) -> StageResult:
         layout(spec).failure.unlink(missing_ok=True)
         metrics = _train(spec, control, saves, target, Command(environment, command.argv))
     checkpoints.publish(spec, saves.engine(target), _folder(spec, student), environment)
+    converted.publish(layout(spec), Path(spec.output))
     ours = {name: value for name, value in metrics.items() if not name.startswith(progress.THEIRS)}
     return StageResult(step=target * updates, metrics=ours)
 
