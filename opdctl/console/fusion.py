@@ -76,6 +76,9 @@ def report_view(stage: str, report: Report) -> RenderableType:
     fusion = report["fusion"]
     counts = f"{len(report['models'])} models, {len(report['cells'])} cells"
     parts: list[RenderableType] = [Text.assemble((stage, "bold"), f": {counts}"), ""]
+    if floor := {cell: rate for cell, rate in report.get("floor", {}).items() if rate > 0}:
+        told = ", ".join(f"{cell} {_percent(rate)}" for cell, rate in floor.items())
+        parts[1:] = [Text(f"one and the same answer to all prompts would get, %: {told}", style="dim"), ""]
     graded = ["", agreement_view(report)] if has_agreement(report) else []
     if not fusion:
         return Group(*parts, _models_table(report["models"]), *graded)

@@ -31,6 +31,7 @@ from opdctl.engine.scores import (
 )
 from opdctl.errors import StageRefused
 from opdctl.settings import EvalSettings, HarnessSettings, Rollout
+from opdctl.tasks.floor import constant_floor
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ def run(spec: StageSpec, control: Control, opener: Opener | None = None) -> Stag
         settings = EvalSettings.model_validate(spec.config)
         examiner = _Examiner(spec, settings, opener or in_this_process(spec, settings.rollout, settings.precision))
         report, metrics = _examine(spec, control, settings, examiner)
+        report["floor"] = examiner.floor()
         if settings.divergence:
             report["divergence"] = examiner.divergence(control)
             metrics |= {
@@ -209,6 +211,13 @@ class _Examiner:
                 )
         sizes = [self.tasks[task].size("eval") if self.settings.whole else wanted for task, _ in self.mixer.cells]
         return [self.mixer.cell_rows(cell, 0, wanted if size is None else size) for cell, size in enumerate(sizes)]
+
+    def floor(self) -> dict[str, float]:
+        """Of each cell, what a model would score that answers everything alike."""
+        return {
+            name: constant_floor(self.tasks[task], [row.prompt for row in rows])
+            for name, (task, _), rows in zip(self.cells, self.mixer.cells, self.rows, strict=True)
+        }
 
     def _own(self, cell: int) -> slice:
         """Where a cell's completions are among all."""
