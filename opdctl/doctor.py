@@ -20,7 +20,11 @@ from pathlib import Path
 from opdctl.console.tables import Check
 
 NEEDED = ("torch", "transformers", "safetensors", "hydra-core", "pydantic", "typer", "rich", "mlflow", "numpy")
-OPTIONAL = {"pyarrow": "reads parquet data", "math-verify": "the math_verify verifier"}
+OPTIONAL = {
+    "pyarrow": "reads parquet data",
+    "math-verify": "the math_verify verifier",
+    "pydantic-monty": "runs most programs of models without CPython",
+}
 GIB = 2**30
 LOW_MEMORY_GIB = 2.0  # the laptop recipe with two workers
 LOW_DISK_GIB = 1.0
@@ -40,6 +44,7 @@ def diagnose(workspace: Path, tracking_uri: str | None = None) -> list[Check]:
         *_packages(),
         *_compute(),
         *_memory(),
+        _jail(),
         _writable(workspace),
         _disk(workspace),
         _server(tracking_uri) if tracking_uri else _store(workspace),
@@ -102,6 +107,15 @@ def _memory() -> Iterator[Check]:
     low = free < LOW_MEMORY_GIB
     detail = f"{free:.1f} of {total:.1f} GiB free"
     yield Check("machine", "memory", "broken" if low else "ok", detail, "free memory, or run fewer stages at once")
+
+
+def _jail() -> Check:
+    from opdctl.jail import REMEDY, isolation
+
+    if why := isolation():
+        return Check("machine", "jail", "absent", f"tasks that run a model's code are refused: {why}", REMEDY)
+    held = "user, process, network and mount namespaces, system call filter, limits"
+    return Check("machine", "jail", "ok", f"contains a model's code: {held}")
 
 
 def _writable(workspace: Path) -> Check:

@@ -5,10 +5,11 @@ may be trusted but the values it computes. `docs/jail.md` says what is contained
 """
 
 from opdctl.jail.checks import Check, Limits, Outcome, Program
-from opdctl.jail.pool import Jail, isolation, require_isolation, run_python, shared
+from opdctl.jail.pool import REMEDY, Jail, isolation, require_isolation, run_python, shared
 from opdctl.jail.values import Raised
 
 __all__ = [
+    "REMEDY",
     "Check",
     "Jail",
     "Limits",

@@ -19,7 +19,7 @@ class Limits:
     output_kib: int = 64  # of the value as JSON, and of what is printed
 
 
-PROGRAM = Limits()
+PROGRAM = Limits(wall_s=10.0)
 FUNCTION = Limits(memory_mib=4096)
 
 

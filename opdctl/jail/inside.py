@@ -47,15 +47,10 @@ def main() -> None:
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(null, descriptor)
-    os.closerange(control.fileno() + 1, 1024) if control.fileno() > null else os.closerange(null + 1, 1024)
+    os.close(null)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        _keep(
-            control,
-            *{"functions": (_functions, False), "jailed": (_functions, True), "programs": (_programs, True)}[
-                sys.argv[1]
-            ],
-        )
+        _keep(control, *MODES[sys.argv[1]])
     except OSError as error:
         send(control, {"refused": str(error)})
 
@@ -185,7 +180,7 @@ def _programs(control: socket.socket) -> None:
     kernel.hide_memory()
     os.environ.clear()
     os.environ.update({"PATH": "/nowhere", "HOME": "/tmp", "TMPDIR": "/tmp", "LANG": "C.UTF-8"})
-    sys.path[:] = [path for path in sys.path if path.startswith(_library())]
+    sys.path[:] = [path for path in sys.path if path.startswith(str(_library()))]
     receive(control)
     send(control, {"ready": True})
     while True:
@@ -220,8 +215,8 @@ def _programs(control: socket.socket) -> None:
         send(control, {"signal": signalled, "cpu_s": cpu, "wall_s": time.monotonic() - begin})
 
 
-def _library() -> str:
-    return sysconfig.get_paths()["stdlib"]
+def _library() -> Path:
+    return Path(sysconfig.get_paths()["stdlib"])
 
 
 def _own_root() -> None:
@@ -234,15 +229,24 @@ def _own_root() -> None:
     kernel.mount_memory(root, 1, 256)
     top = Path(root, "r")
     Path(root, "old").mkdir()
-    libraries = [_library(), *("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib")]
-    for source in dict.fromkeys(libraries):
-        if Path(source).is_dir() and not Path(source).is_symlink():
-            (target := top / source[1:]).mkdir(parents=True)
-            kernel.bind(source, str(target))
+    for source in (
+        Path("/lib"),
+        Path("/lib64"),
+        Path("/usr/lib"),
+        Path("/usr/lib64"),
+        Path("/usr/local/lib"),
+        _library(),
+    ):
+        target = top / source.relative_to("/")
+        if not source.exists() or target.exists():  # the library may lie in one of the others
+            continue
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_symlink():
+            target.symlink_to(os.readlink(source))
+        else:
+            target.mkdir()
+            kernel.bind(str(source), str(target))
             kernel.restrict(str(target), kernel.READ_ONLY | kernel.NO_SUID | kernel.NO_DEVICES)
-        elif Path(source).is_symlink():
-            (top / source[1:]).parent.mkdir(parents=True, exist_ok=True)
-            (top / source[1:]).symlink_to(os.readlink(source))
     (top / "dev").mkdir()
     for device in ("null", "zero", "random", "urandom"):
         (target := top / "dev" / device).touch()
@@ -350,3 +354,7 @@ def _shown(error: BaseException) -> str:
         return "".join(kept)[-SHOWN:]
     except BaseException:  # an exception may lie about itself
         return ""
+
+
+# what the first process does, and whether in namespaces of its own
+MODES = {"functions": (_functions, False), "jailed": (_functions, True), "programs": (_programs, True)}

@@ -55,12 +55,24 @@ DENIED = {
     "add_key": (248, 217),
     "request_key": (249, 218),
     "keyctl": (250, 219),
+    # what a program may do to process 1 of its jail where both belong to the same user
+    "sched_setaffinity": (203, 122),
+    "sched_setscheduler": (144, 119),
+    "sched_setparam": (142, 118),
+    "sched_setattr": (314, 274),
+    "setpriority": (141, 140),
+    "ioprio_set": (251, 30),
+    "migrate_pages": (256, 238),
+    "move_pages": (279, 239),
+    "process_madvise": (440, 440),
+    "process_mrelease": (448, 448),
     "kexec_load": (246, 104),
     "init_module": (175, 105),
     "finit_module": (313, 273),
 }
 SLEEP = {"nanosleep": (35, 101), "clock_nanosleep": (230, 115)}
 _ARCHITECTURE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+_PRLIMIT = {"x86_64": 302, "aarch64": 261}
 _CLONE = {"x86_64": 56, "aarch64": 220}
 _CLONE3 = 435
 
@@ -162,6 +174,9 @@ def deny(calls: Iterable[tuple[int, int]], processes: bool = True) -> None:
         program += [line(at_least, 0x40000000, 0, 1), line(answer, kill)]  # x32 numbers the calls anew
     for number in numbers:
         program += [line(equal, number, 0, 1), line(answer, refuse)]
+    # limits of other processes: of process 1, say
+    program += [line(equal, _PRLIMIT[machine], 0, 4), line(load, 16), line(equal, 0, 1), line(answer, refuse)]
+    program.append(line(load, 0))
     if not processes:
         # clone is a new process unless CLONE_THREAD is set; what clone3 does cannot be seen: the C library uses clone
         program += [line(equal, _CLONE3, 0, 1), line(answer, absent)]

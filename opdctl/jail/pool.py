@@ -22,7 +22,7 @@ from opdctl.errors import StageFailed, StageRefused
 from opdctl.jail import monty
 from opdctl.jail.checks import FUNCTION, PROGRAM, Check, Limits, Outcome, Program
 from opdctl.jail.inside import send
-from opdctl.jail.server import GRACE_S, Lost, Refused, Server
+from opdctl.jail.server import GRACE_S, Lost, Server
 from opdctl.jail.values import decode
 
 MOST = 8  # workers by default
@@ -285,7 +285,7 @@ def _probed() -> str:
     worker = _Worker()
     try:
         outcome = worker.program(Program(_PROBE, ["found"], interpreter="cpython"))
-    except (Refused, StageFailed) as error:
+    except StageFailed as error:
         return str(error)
     finally:
         worker.close()

@@ -66,7 +66,7 @@ class Server:
             raise StageFailed(f"a worker of the jail did not start: {error}") from error
         if "ready" not in answer:
             self.close()
-            raise Refused(answer["refused"])
+            raise Refused(f"a worker of the jail did not start: {answer['refused']}")
 
     def receive(self, timeout_s: float) -> Any:
         """Raises TimeoutError, or Lost where the server has ended."""
@@ -88,5 +88,5 @@ class Server:
             return int(self.process.wait())
 
 
-class Refused(Exception):
+class Refused(StageFailed):
     """The kernel does not allow this isolation."""

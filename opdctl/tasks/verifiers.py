@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol, SupportsFloat
 
@@ -49,6 +50,9 @@ TOWER = re.compile(
     r"(?:\^|\*\*)[\s{(]*[0-9]+\s*(?:\^|\*\*)|(?:\^|\*\*)[\s{(]*[0-9]{5,}|(?<![0-9])[0-9]{5,}[\s)}]*!|binom\{?[0-9]{5,}"
 )
 
+
+OPENING, BRACKET = "({[", re.compile(r"[(){}\[\]]")
+MAX_DEPTH = 100  # of brackets: Math-Verify's time grows with a power of it
 
 logger = logging.getLogger(__name__)
 
@@ -229,6 +233,9 @@ def _before_parsing(completion: str, answer: str) -> Verdict | None:
     boxed = completion.rfind("\\boxed")  # what Math-Verify looks at first
     if TOWER.search(completion if boxed < 0 else completion[boxed:]):
         return _verdict(False, "too large a power, factorial or binomial to be computed")
+    depths = accumulate(1 if mark in OPENING else -1 for mark in BRACKET.findall(completion))
+    if max(depths, default=0) > MAX_DEPTH:
+        return _verdict(False, "brackets nested too deep")
     return None
 
 

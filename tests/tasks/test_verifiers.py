@@ -114,7 +114,7 @@ def test_a_catastrophic_pattern_ends_as_not_matched(short):
 
 
 def test_a_hard_comparison_ends_as_wrong_and_costs_no_other(short):
-    easy, hard = ("$\\frac{1}{2}$", "0.5"), ("$" + "{" * 2000 + "$", "2")  # minutes to find no expression
+    easy, hard = ("$\\frac{1}{2}$", "0.5"), ("\\boxed{((9!)!)!}", "2")  # years
     verdicts = verifiers.resolve("math_verify")([easy, hard, easy])
     assert [verdict.correct for verdict in verdicts] == [True, False, True]
     assert verdicts[1].details["reason"] == "took more than 1 s of CPU time"
@@ -154,6 +154,11 @@ def test_math_verify_refuses_numbers_that_cannot_be_computed_before_it_tries(tow
     assert time.process_time() - begin < 0.1
     assert "too large" in verdict.details["reason"]
     assert answer_problem("math_verify", tower)
+
+
+def test_math_verify_refuses_deep_brackets_before_it_tries():
+    verdict = resolve("math_verify")("$" + "{" * 2000 + "$", "2")  # minutes to find no expression
+    assert verdict.details["reason"] == "brackets nested too deep"
 
 
 def test_math_verify_bears_a_tower_on_the_way_to_a_boxed_answer():
