@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from opdctl.composition import composition_problem, first_line, override_problem, yaml_problem
 from opdctl.errors import ConfigError
-from opdctl.fetch import MODELS, MODELS_FOLDER
+from opdctl.fetch import DATA, DATA_FOLDER, MODELS, MODELS_FOLDER
 from opdctl.pipeline import Pipeline, expand
 from opdctl.references import near_miss
 from opdctl.settings import FileTask, PublicTask, ToolTaskSettings
@@ -349,7 +349,9 @@ def _missing_files(pipeline: Pipeline) -> Iterator[str]:
                 yield f"{error} ({error.hint})" if error.hint else str(error)
         for file in task.files().values() if isinstance(task, PublicTask) else ():
             if not (pipeline.folder / file).is_file():
-                yield f"tasks.{name}.path: no such file: {file}"
+                known = [data for data in DATA if file.startswith(f"{DATA_FOLDER}/{data}/")]
+                hint = f" (opdctl data fetch {known[0]} makes it)" if known else ""
+                yield f"tasks.{name}: no such file: {file}{hint}"
         for key, given in task.files().items() if isinstance(task, ToolTaskSettings) else ():
             if not (pipeline.folder / given).exists():
                 yield f"tasks.{name}.{key}: no such file: {given}"

@@ -42,7 +42,7 @@ def identity(stage: Stage, inputs: Mapping[str, Any], data: Mapping[str, Any], r
 
 def _task_identity(name: str, task: Any, data: Mapping[str, Any]) -> dict[str, Any]:
     plain: dict[str, Any] = task.model_dump(mode="json")
-    if isinstance(task, FileTask | PublicTask) and task.path is not None:
+    if isinstance(task, FileTask | PublicTask) and data.get(name):
         plain = {key: value for key, value in plain.items() if key not in ("path", "eval_path")}
         plain["data"] = data[name]
     if isinstance(task, ToolTaskSettings) and task.files():

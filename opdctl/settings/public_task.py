@@ -94,6 +94,10 @@ class IfevalTask(PublicTask):
     drills: Annotated[int, Field(ge=0, le=100_000)] = 0  # generated training prompts: the published ones are a test
     nltk: str | None = "data/nltk"  # folder of `opdctl data fetch nltk`: sentences and stop words
 
+    def files(self) -> dict[str, str]:
+        needed = ("corpora/stopwords/english", "tokenizers/punkt_tab/english/ortho_context.tab")
+        return super().files() | ({} if self.nltk is None else {name: f"{self.nltk}/{name}" for name in needed})
+
 
 class ReasoningGymTask(PublicTask):
     """Generated puzzles and sums of reasoning-gym (`opdctl/tasks/reasoning_gym.py`)."""

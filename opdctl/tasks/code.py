@@ -29,7 +29,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from opdctl.jail import Outcome, Program, shared
+from opdctl.jail import Limits, Outcome, Program, shared
 from opdctl.settings import EffortSettings, HumanEvalTask, MbppTask
 from opdctl.tasks import Prompt, Verdict
 from opdctl.tasks.published import Part, Problem, Published, read_jsonl
@@ -37,6 +37,7 @@ from opdctl.tasks.published import Part, Problem, Published, read_jsonl
 FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:\n```|\Z)", re.DOTALL)
 # where a completion of HumanEval has left the function, as in the paper: a new definition or statement
 LEFT = re.compile(r"\n(?=class |def |#|if __name__|print\()")
+LIMITS = Limits(cpu_s=5.0)  # one published solution of MBPP takes three seconds
 SEED = "import random\nrandom.seed(0)\n"
 
 
@@ -89,7 +90,7 @@ class Mbpp(_Code):
 
     def verify_all(self, pairs: Sequence[tuple[Prompt, str]]) -> list[Verdict]:
         programs = [
-            Program(f"{self._code(completion)}\n{prompt.answer['setup']}", prompt.answer["calls"])
+            Program(f"{self._code(completion)}\n{prompt.answer['setup']}", prompt.answer["calls"], limits=LIMITS)
             for prompt, completion in pairs
         ]
         outcomes = shared().run(programs)
@@ -161,7 +162,7 @@ class HumanEval(_Code):
         programs = []
         for (prompt, completion), record in zip(pairs, recorded, strict=True):
             calls = [f"{prompt.answer['entry']}(*{arguments!r})" for arguments, _ in record]
-            programs.append(Program(self._code(prompt, completion), calls))
+            programs.append(Program(self._code(prompt, completion), calls, limits=LIMITS))
         outcomes = shared().run(programs)
         reasons = [_failed(outcome) for outcome in outcomes]
         open_ = [
