@@ -9,7 +9,7 @@ VERL := .venv-verl
 # One thread a process: test workers and stages run side by side, and more threads only slow each other down.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: venv demo test check recipe recipes bench verl-env test-verl clean
+.PHONY: venv demo test check recipe recipes real bench verl-env test-verl clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -70,6 +70,11 @@ test-verl: venv  ## the tests that run real verl and vLLM: minutes
 really-test-verl:
 	$(VERL)/bin/python -m pytest -c tests/verl_env/pytest.ini tests/verl_env
 	OPDCTL_VERL_PYTHON=$(CURDIR)/$(VERL)/bin/python $(BIN)/python -m pytest --durations=10 --durations-min=5 -m verl
+
+# Seeds in SEEDS, "0 1 2" for all that docs/word_problems.md reports; a folder with MAWPS's files in DATA.
+SEEDS ?= 0
+real: venv  ## SmolLM2-135M on word problems: SFT, two GRPO specialists, distillation, evaluation: 20 minutes a seed
+	$(BIN)/python -m scripts.real --seeds $(SEEDS) $(if $(DATA),--data $(DATA))
 
 bench: venv  ## measurements: speed and memory, see benchmarks/
 	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script; done
