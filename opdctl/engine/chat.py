@@ -31,7 +31,12 @@ def prompt_text(tokenizer: Tokenizer, prompt: Prompt) -> str:
 
 
 def observation_ids(tokenizer: Tokenizer, eos_ids: Sequence[int], observation: str, max_tokens: int) -> list[int]:
-    """Tokens between the EOS of the model's turn and its next turn.
+    """Tokens between the EOS of the model's turn and its next turn: those of `observation_text`."""
+    return encode(tokenizer, observation_text(tokenizer, eos_ids, observation, max_tokens))
+
+
+def observation_text(tokenizer: Tokenizer, eos_ids: Sequence[int], observation: str, max_tokens: int) -> str:
+    """What stands between the EOS of the model's turn and its next turn.
 
     With a chat template: the rest of its end of turn, the observation as role `tool` (`user` where the template knows
     no tools), and what begins the model's turn. Without one: the observation alone. An observation of more than
@@ -39,7 +44,7 @@ def observation_ids(tokenizer: Tokenizer, eos_ids: Sequence[int], observation: s
     """
     observation = _plain(tokenizer, _cut(tokenizer, observation, max_tokens))
     if not tokenizer.chat_template:
-        return encode(tokenizer, observation)
+        return observation
     role = "tool" if shows_tools(tokenizer.chat_template) else "user"
     turns = [
         {"role": "user", "content": "?"},
@@ -52,7 +57,7 @@ def observation_ids(tokenizer: Tokenizer, eos_ids: Sequence[int], observation: s
         if after.startswith(token):
             after = after.removeprefix(token)
             break
-    return encode(tokenizer, after)
+    return after
 
 
 def _cut(tokenizer: Tokenizer, text: str, max_tokens: int) -> str:

@@ -18,9 +18,21 @@ from opdctl.backends.contract import Control, StageSpec
 from opdctl.backends.verl.budgets import budgets
 from opdctl.backends.verl.converted import convert_once
 from opdctl.backends.verl.judge import pack
-from opdctl.backends.verl.layout import IMAGES, ROUTE, Layout, has_images, layout, teacher_key
+from opdctl.backends.verl.layout import (
+    EPISODES,
+    IMAGES,
+    LOOP,
+    ONE_TURN,
+    ROUTE,
+    Layout,
+    has_episodes,
+    has_images,
+    layout,
+    teacher_key,
+)
 from opdctl.backends.verl.render_rl import updates_of
 from opdctl.backends.verl.teachers import check_teachers
+from opdctl.engine.chat import observation_text
 from opdctl.engine.checkpoint import Tokenizer, encode, load_vocabulary
 from opdctl.engine.loop import open_demonstrations, open_tasks, role
 from opdctl.engine.rows import Mixer, Renderer, Row, stream_seed
@@ -29,6 +41,7 @@ from opdctl.engine.tokenizer import word_tokenizer
 from opdctl.errors import StageRefused
 from opdctl.records import read_json, write_json
 from opdctl.settings import EffortBudget, NewModel, OpdSettings, Overlong, RlvrSettings, SftSettings, Train
+from opdctl.tasks import Demonstration
 
 FORMAT = 1  # raise it when the same stage gets other rows or columns: data of an older one is written again
 _GROUP_ROWS = 4096  # of a row group, the part of a file that is in memory
@@ -115,21 +128,29 @@ def _demonstrations(spec: StageSpec, student: _Student) -> Iterator[list[_Record
     size = settings.train.global_batch_size
     for step in range(settings.train.max_steps):
         shown = [demonstration for _, demonstration in mixer.demonstrations(step * size, size)]
-        texts = [demonstration.completion for demonstration in shown]
         prompts = student.renderer.prompts([demonstration.prompt for demonstration in shown], settings.max_tokens)
-        completions = student.renderer.completions(texts)
-        for prompt, completion in zip(prompts, completions, strict=True):
+        completions = student.renderer.demonstrations(shown, settings.max_tokens)
+        records = []
+        for demonstration, prompt, (completion, _) in zip(shown, prompts, completions, strict=True):
             _check_length(len(prompt) + len(completion), settings.max_tokens)
-        _check_end([text + end for text in texts], completions, student.tokenizer)
-        yield [
-            {
-                "messages": [
-                    {"role": "user", "content": student.renderer.text(demonstration.prompt)},
-                    {"role": "assistant", "content": demonstration.completion + end},
-                ]
-            }
-            for demonstration in shown
-        ]
+            written = _written(demonstration, student, settings.max_tokens, end)
+            _check_end(written, completion, student.tokenizer)
+            asked = {"role": "user", "content": student.renderer.text(demonstration.prompt)}
+            records.append({"messages": [asked, *written]})
+        yield records
+
+
+def _written(demonstration: Demonstration, student: _Student, max_tokens: int, end: str) -> list[dict[str, str]]:
+    """A completion as messages: verl learns those of role `assistant`, each read by itself. What an environment says is
+    of role `user`."""
+    if not demonstration.turns:
+        return [{"role": "assistant", "content": demonstration.completion + end}]
+    messages = []
+    for turn in demonstration.turns:
+        messages.append({"role": "assistant", "content": student.renderer.calls.render(turn.text, turn.calls) + end})
+        told = observation_text(student.tokenizer, student.eos_ids, turn.observation, max_tokens)
+        messages.append({"role": "user", "content": told})
+    return messages[:-1]
 
 
 def _check_length(tokens: int, limit: int) -> None:
@@ -140,17 +161,16 @@ def _check_length(tokens: int, limit: int) -> None:
         )
 
 
-def _check_end(texts: list[str], completions: list[list[int]], tokenizer: Tokenizer) -> None:
-    """verl tokenizes a completion with its EOS, the engine without: some tokenizers swallow blanks before EOS."""
-    for text, wanted, found in zip(
-        texts, completions, tokenizer(texts, add_special_tokens=False).input_ids, strict=True
-    ):
-        if list(found) != wanted:
-            raise StageRefused(
-                f"with EOS as text the tokenizer reads other tokens of {text[-80:]!r} than without",
-                hint="remove blanks at the end of completions, or set rstrip and lstrip of EOS to false in "
-                "tokenizer_config.json",
-            )
+def _check_end(written: list[dict[str, str]], completion: list[int], tokenizer: Tokenizer) -> None:
+    """verl tokenizes a turn with its EOS, the engine without: some tokenizers swallow blanks before EOS."""
+    texts = [message["content"] for message in written]
+    found = [token for ids in tokenizer(texts, add_special_tokens=False).input_ids for token in ids]
+    if found != completion:
+        raise StageRefused(
+            f"with EOS as text the tokenizer reads other tokens of {''.join(texts)[-80:]!r} than without",
+            hint="remove blanks at the end of completions, or set rstrip and lstrip of EOS to false in "
+            "tokenizer_config.json",
+        )
 
 
 def _texts(spec: StageSpec, student: _Student) -> dict[int, list[list[int]]]:
@@ -171,7 +191,7 @@ def _prompts(spec: StageSpec, student: _Student, control: Control) -> Iterator[l
     """Prompts of one rollout batch after another."""
     settings = (OpdSettings if spec.kind == "opd" else RlvrSettings).model_validate(spec.config)
     mixer = Mixer(open_tasks(spec), settings.data, "train", stream_seed(spec.seed, spec.kind))
-    options, router, images = settings.rollout, _router(spec, settings), has_images(spec)
+    options, router, images, episodes = settings.rollout, _router(spec, settings), has_images(spec), has_episodes(spec)
     with _budgets(spec, control, settings, mixer, student.renderer) as estimate:
         for batch in range(rollout_batches(settings)):
             rows = mixer.rows(batch * options.prompts, options.prompts)
@@ -179,6 +199,9 @@ def _prompts(spec: StageSpec, student: _Student, control: Control) -> Iterator[l
             records = [
                 _record(row, student.renderer, budget, images) for row, budget in zip(rows, estimate(rows), strict=True)
             ]
+            if episodes:
+                for row, record in zip(rows, records, strict=True):
+                    record[LOOP] = ONE_TURN if row.environment is None else EPISODES
             if router is not None:
                 for row, record in zip(rows, records, strict=True):
                     record[ROUTE] = teacher_key(router.teacher(row.prompt.columns))
@@ -289,6 +312,7 @@ def _schema(record: _Record) -> Any:
         "reward_model": pa.struct([("style", pa.string()), ("ground_truth", pa.string())]),
         "extra_info": pa.struct([("index", pa.int64()), ("task", pa.string()), ("budget", pa.float64())]),
         ROUTE: pa.string(),
+        LOOP: pa.string(),
     }
     return pa.schema([(name, types[name]) for name in record])
 
@@ -308,6 +332,8 @@ def plugin_settings(spec: StageSpec) -> Mapping[str, Any]:
         "failure": str(layout(spec).failure),
         "schedule": _schedule(spec),
     }
+    if has_episodes(spec) and spec.kind != "sft":
+        found |= {"rollout": spec.config["rollout"], "chat_template": student.tokenizer.chat_template}
     if spec.kind == "rlvr":
         found |= rl_settings(spec)
     if spec.kind == "opd":

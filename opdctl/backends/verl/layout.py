@@ -4,9 +4,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from opdctl.backends.contract import StageSpec
+from opdctl.settings import TASKS, EnvironmentTaskSettings
 
 BOOTSTRAP = Path(__file__).with_name("bootstrap")  # on PYTHONPATH of everything that verl starts
 ROUTE = "route"  # column of the OPD data that names the row's teacher
+LOOP = "agent_name"  # column that names the agent loop of verl that plays the row; absent: it is answered at once
+EPISODES, ONE_TURN = "opdctl_episodes", "single_turn_agent"  # values of LOOP
 IMAGES = "images"  # column of paths, in data of vision-language tasks
 SETTINGS_VARIABLE = "OPDCTL_VERL_SETTINGS"  # names Layout.settings to the plug-in
 
@@ -19,6 +22,11 @@ def teacher_key(number: int) -> str:
 def has_images(spec: StageSpec) -> bool:
     """Then verl renders every prompt by the model's own template, and reads the images beside it."""
     return any(task.get("images") for task in spec.tasks.values())
+
+
+def has_episodes(spec: StageSpec) -> bool:
+    """Does one of the tasks play in turns?"""
+    return any(issubclass(TASKS[task.get("task", "file")], EnvironmentTaskSettings) for task in spec.tasks.values())
 
 
 @dataclass(frozen=True)

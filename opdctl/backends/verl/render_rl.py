@@ -201,7 +201,7 @@ def _rollout(overrides: Overrides, spec: StageSpec, settings: RlvrSettings | Opd
         {
             f"{ROLLOUT}.free_cache_engine": not cpu,
             f"+{ROLLOUT}.enable_sleep_mode": not cpu,
-            f"{ROLLOUT}.multi_turn.enable": False,
+            f"{ROLLOUT}.multi_turn.enable": own.turns is not None,
             f"{ROLLOUT}.agent.num_workers": 1 if cpu else 8,
             f"{ROLLOUT}.agent.default_agent_loop": "single_turn_agent",
             f"{ROLLOUT}.checkpoint_engine.backend": "naive",

@@ -366,10 +366,10 @@ def test_a_completion_whose_end_reads_otherwise_is_refused(swallows):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=eos)
     completions = Renderer(tokenizer, (tokenizer.eos_token_id,)).completions(["it is 7 "])
     if not swallows:
-        data._check_end(["it is 7 <eos>"], completions, tokenizer)
+        data._check_end([{"content": "it is 7 <eos>"}], completions[0], tokenizer)
         return
     with pytest.raises(StageRefused, match="with EOS as text"):
-        data._check_end(["it is 7 <eos>"], completions, tokenizer)
+        data._check_end([{"content": "it is 7 <eos>"}], completions[0], tokenizer)
 
 
 class _Deaf:

@@ -7,6 +7,7 @@ Nothing of verl is imported for it: each part waits until verl has imported what
 import os
 from types import ModuleType
 
+from opdctl.backends.verl import layout
 from opdctl.backends.verl.plugin import metrics, reading, sockets
 from opdctl.backends.verl.plugin.imports import when_imported
 
@@ -36,6 +37,13 @@ def _add_schedule(module: ModuleType) -> None:
     schedule.take_over(module)
 
 
+def _add_agent_loop(module: ModuleType) -> None:
+    # made by name, for the class needs verl's own, of the module that is being imported
+    loop = "opdctl.backends.verl.plugin.agent_loop.EpisodeLoop"
+    module._agent_loop_registry[layout.EPISODES] = {"_target_": loop}
+
+
+when_imported("verl.experimental.agent_loop.agent_loop", _add_agent_loop)
 when_imported("verl.workers.engine.fsdp.transformer_impl", _add_schedule)
 when_imported("verl.trainer.distillation.losses", _add_losses)
 when_imported("verl.trainer.distillation.fsdp.losses", _add_topk_loss)

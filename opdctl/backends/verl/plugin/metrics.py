@@ -23,12 +23,21 @@ def _log_rewards(trainer_base: ModuleType) -> None:
         compute(self, batch, metrics, *args, **kwargs)
         real = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if not tag.get("is_padding", False)]
         found = queue.kv_batch_get(keys=real, partition_id=batch.partition_id, select_fields=["extra_fields"])
-        reported = [fields["reward_extra_info"] for fields in found.pop("extra_fields").tolist()]
+        told = found.pop("extra_fields").tolist()
+        reported = [fields["reward_extra_info"] for fields in told]
         # a key is PROMPT_SAMPLE_TURN
         named = batch_metrics(reported, [key.rsplit("_", 2)[0] for key in real])
+        named |= episodes_metrics([counts for fields in told if (counts := fields.get("episode"))])
         metrics.update({PREFIX + name: value for name, value in named.items()})
 
     trainer._compute_metrics = _compute_metrics
+
+
+def episodes_metrics(counts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """As the embedded engine describes the episodes of a batch by their counts; {} of none."""
+    from opdctl.engine.episodes import describe_episodes, totals
+
+    return describe_episodes(totals(counts), len(counts)) if counts else {}
 
 
 def batch_metrics(reported: Sequence[Mapping[str, float]], prompts: Sequence[str]) -> dict[str, float]:

@@ -66,13 +66,21 @@ class Earned:
         self.max_steps, self.updates = int(given["max_steps"]), int(given["updates"])
 
     def __call__(
-        self, verdict: Verdict, length: int, finished: bool, budget: float | None, batch: int
+        self,
+        verdict: Verdict,
+        length: int,
+        finished: bool,
+        budget: float | None,
+        batch: int,
+        *,
+        taken: int | None = None,
     ) -> dict[str, Any]:
-        """`length` in tokens, EOS included; `budget` is b0(x); `batch` is verl's step, from 1."""
+        """`length` in tokens that the model wrote, EOS included; `budget` is b0(x); `batch` is verl's step, from 1;
+        `taken`: with an episode's observations, which use up its limit too."""
         reward = float(verdict.reward) if finished else self.unfinished_reward
         told = {"accuracy": float(verdict.correct and finished), "length": float(length), "finished": float(finished)}
         if self.overlong.handling == "soft_penalty":
-            penalty = soft_overlong_penalty(length, self.max_completion_tokens, self.overlong.buffer_tokens)
+            penalty = soft_overlong_penalty(taken or length, self.max_completion_tokens, self.overlong.buffer_tokens)
             reward += float(torch.tensor(penalty))  # float32, as the embedded engine adds it
         if self.effort is not None:
             assert budget is not None
