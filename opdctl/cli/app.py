@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from opdctl.cli import carry_out, compare, data, inspect, logs, model, surroundings
+from opdctl.cli import carry_out, compare, data, fetch, inspect, logs, surroundings
 from opdctl.cli.options import Invocation
 
 app = typer.Typer(
@@ -62,7 +62,8 @@ for _command in (
 ):
     app.command()(_command)
 app.add_typer(data.app, name="data")
-app.add_typer(model.app, name="model")
+app.add_typer(fetch.app, name="model")
+data.app.command("fetch")(fetch.fetch_data)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -71,7 +71,7 @@ def _load(file: Path) -> tuple[Tokenizer, PreTrainedModel]:
             )
         except ImportError as error:
             raise OpdctlError(f"{file}: {error}", hint="pip install 'opdctl[models]'") from error
-        except (OSError, ValueError, KeyError, IndexError, NotImplementedError, RuntimeError, struct.error) as error:
+        except (OSError, ValueError, KeyError, IndexError, RuntimeError, struct.error) as error:
             raise OpdctlError(
                 f"{file}: transformers cannot import it: {error}",
                 hint="it is damaged, or of an architecture without import: use the model's safetensors (hf:, path:)",
