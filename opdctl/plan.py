@@ -14,12 +14,14 @@ from opdctl.errors import ConfigError
 from opdctl.fetch import COMMIT, hub_commit
 from opdctl.formulas import describe_merge, describe_opd, describe_rlvr
 from opdctl.identity import fingerprint, identity
+from opdctl.memory import Memory, Shape, Training, shape_of_folder, shape_of_new, training_memory
 from opdctl.pipeline import Pipeline, Stage
 from opdctl.references import Addresses, Input
 from opdctl.settings import (
     AnyStage,
     FileTask,
     HarnessSettings,
+    NewModel,
     OpdSettings,
     PublicTask,
     RlvrSettings,
@@ -52,6 +54,7 @@ class PlannedStage:
     resume_step: int | None  # that a resumed stage goes on from, where its backend says so
     total_steps: int
     formula: str  # what RL and OPD stages minimise, and how a merge computes; else ""
+    memory: Memory | None  # at most, of training by the embedded engine where the model's shape is known
     reuse_from: StageDir | None = None  # REUSE of a checkpoint that is not in force here yet: link it
     broken: tuple[gates.Broken, ...] = ()  # gates that a finished stage did not pass
 
@@ -156,9 +159,8 @@ class _Planner:
         parents = tuple(self._parent(stage, at) for at in range(len(stage.inputs)))
         payload = self._identity(stage)
         told = formula(stage.settings, [(given.role, given.label, given.weight) for given in stage.inputs])
-        draft = PlannedStage(
-            stage, Decision.RUN, "", payload, fingerprint(payload), parents, None, _total_steps(stage), told
-        )
+        steps, memory = _total_steps(stage), self._memory(stage)
+        draft = PlannedStage(stage, Decision.RUN, "", payload, fingerprint(payload), parents, None, steps, told, memory)
         decision, reason, source = self._decide(draft)
         if stage.name not in self.selected and not (decision is Decision.REUSE and stage.name in self.needed):
             decision, reason = Decision.SKIPPED, "not in --only"
@@ -181,6 +183,25 @@ class _Planner:
         given = stage.inputs[at]
         record = self.records.get(given.target) if given.kind == "stage" else None
         return Parent(given.role, given.label, given.ref, record.id if record else None)
+
+    def _memory(self, stage: Stage) -> Memory | None:
+        settings, shape = stage.settings, self._shape(stage)
+        if shape is None or settings.backend != "embedded" or not isinstance(settings.config, Training):
+            return None
+        roles, gpu = [given.role for given in stage.inputs], settings.resources.gpus > 0
+        return training_memory(shape, settings.config, settings.resources, roles=roles, gpu=gpu)
+
+    def _shape(self, stage: Stage) -> Shape | None:
+        """Of the model that the stage begins with, where its config.json is at hand."""
+        given = next((given for given in stage.inputs if given.role in ("init", "student", "models")), None)
+        model = self.pipeline.settings.model
+        if given is None or given.kind not in ("stage", "model", "path"):
+            return None
+        if given.kind == "stage":
+            return self._shape(self.pipeline.stages[given.target])
+        if given.kind == "path":
+            return shape_of_folder(self.pipeline.folder / given.target)
+        return shape_of_new(model) if isinstance(model, NewModel) else None
 
     # ------------------------------------------------------------------ identity
 

@@ -1,5 +1,6 @@
 """The embedded PyTorch engine, in the worker's own process: a CPU, or one CUDA GPU."""
 
+import resource
 import time
 from collections.abc import Sequence
 from importlib import import_module
@@ -49,4 +50,14 @@ def run(spec: StageSpec, control: Control) -> StageResult:
     """Carry the stage out, resuming from `spec.state`. What kinds without a step loop cost is that of this attempt."""
     began = time.process_time()
     result: StageResult = import_module(KINDS[spec.kind]).run(spec, control)
-    return StageResult(result.step, {"cpu_seconds": time.process_time() - began, **result.metrics})
+    cost = {"cpu_seconds": time.process_time() - began, "peak_memory_gib": _peak_bytes(spec) / 2**30}
+    return StageResult(result.step, {**cost, **result.metrics})
+
+
+def _peak_bytes(spec: StageSpec) -> int:
+    """Of the GPU's memory, else of this process's."""
+    if not spec.devices:
+        return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    import torch
+
+    return int(torch.cuda.max_memory_allocated())

@@ -7,6 +7,7 @@ from opdctl.lineage import Node, trace
 from opdctl.store import StageDir, Workspace
 
 ASKING = ("rlvr", "opd", "eval", "sample")  # kinds that draw completions
+ALONE = ("cpu_seconds", "peak_memory_gib", "expected_memory_gib", "sampled_tokens", "sampled_completions")
 Spent = Mapping[str, float | None]  # None: a stage's backend does not tell
 
 
@@ -21,7 +22,7 @@ class Ledger:
         """Seconds are of the last attempt; `gpu_seconds` are those times the GPUs leased, None without GPUs."""
         node = self._nodes[record_id]
         gpus = self._gpus(node.run, node.title)
-        told = {name: node.metrics.get(name) for name in ("cpu_seconds", "sampled_tokens", "sampled_completions")}
+        told = {name: node.metrics.get(name) for name in ALONE}
         return {"seconds": node.seconds, "gpu_seconds": node.seconds * gpus if gpus else None, **told}
 
     def with_ancestors(self, record_id: str) -> Spent:

@@ -21,7 +21,7 @@ HEALTH = {  # heading -> metrics, of which a student has one
     "accuracy": ("accuracy",),
 }
 NARROW_COSTS = {"sampled_tokens": "tokens", "cpu_seconds": "CPU s", "gpu_seconds": "GPU s", "steps_to_95": "to 95 %"}
-WIDE_COSTS = {"sampled_completions": "completions", "seconds": "wall s", "steps": "steps"}
+WIDE_COSTS = {"sampled_completions": "completions", "seconds": "wall s", "steps": "steps", "peak_memory_gib": "GiB"}
 ALL_COSTS = {"all_sampled_tokens": "tokens", "all_cpu_seconds": "CPU s", "all_gpu_seconds": "GPU s"}
 
 

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from opdctl import gates
 from opdctl.console import join, plural
+from opdctl.memory import GIB
 from opdctl.plan import Decision, Plan, PlannedStage
 from opdctl.references import unseeded
 
@@ -80,6 +81,7 @@ def _stage_data(item: PlannedStage) -> dict[str, Any]:
         "total_steps": item.total_steps,
         "fingerprint": item.fingerprint,
         "formula": item.formula,
+        "memory_gib": None if item.memory is None else round(item.memory.peak / GIB, 2),
         "gates": [
             gate.model_dump() | {"broken": next((b.text for b in item.broken if b.gate == gate), None)}
             for gate in stage.settings.gates
@@ -114,7 +116,9 @@ def _cells(item: PlannedStage) -> tuple[RenderableType, ...]:
     if item.decision is Decision.RESUME and item.resume_step is not None:
         steps = f"{item.resume_step:,}/{steps}"
     resources = item.stage.settings.resources
-    takes = join((plural(resources.cpus, "cpu"), plural(resources.gpus, "gpu") if resources.gpus else ""))
+    gpus = plural(resources.gpus, "gpu") if resources.gpus else ""
+    peak = item.memory.peak / GIB if item.memory else 0.0
+    takes = join((plural(resources.cpus, "cpu"), gpus, f"{peak:.1f} GiB" if peak >= 1 else ""))
     return Text(item.decision, style=STYLES[item.decision]), steps, takes, _why(item)
 
 

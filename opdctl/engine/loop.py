@@ -22,9 +22,20 @@ from opdctl.engine.optim import AdamW, learning_rate
 from opdctl.engine.policy import Policy
 from opdctl.engine.recovery import Recovery, Save
 from opdctl.errors import StageFailed
-from opdctl.settings import TASKS, EffortSettings, NewModel, Rollout, Train
+from opdctl.memory import GIB, Memory, Training, shape_of_folder, shape_of_new, training_memory
+from opdctl.settings import (
+    TASKS,
+    EffortSettings,
+    NewModel,
+    OpdSettings,
+    RlvrSettings,
+    Rollout,
+    SftSettings,
+    Train,
+)
 from opdctl.tasks import Task, load_task
 from opdctl.tasks.sampled import read_sampled
+from opdctl.workers import Resources
 
 Metrics = dict[str, float]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -75,6 +86,17 @@ def open_frozen(spec: StageSpec, given: InputSpec, precision: str = "float32") -
     else:
         policy = open_policy(spec, given, precision)[0]
     return policy.requires_grad_(False).eval()
+
+
+def _expected_memory(spec: StageSpec) -> Memory | None:
+    given, roles = (*role(spec, "init"), *role(spec, "student"))[0], [given.role for given in spec.inputs]
+    shape = shape_of_folder(Path(given.path)) if given.path else shape_of_new(NewModel.model_validate(spec.new_model))
+    if shape is None:
+        return None
+    kinds: dict[str, type[Training]] = {"sft": SftSettings, "rlvr": RlvrSettings, "opd": OpdSettings}
+    settings = kinds[spec.kind].model_validate(spec.config)
+    resources = Resources.model_validate(spec.resources)
+    return training_memory(shape, settings, resources, roles=roles, gpu=bool(spec.devices))
 
 
 class Trainer:
@@ -129,6 +151,8 @@ class Trainer:
     def _cost(self) -> Metrics:
         """What the steps up to here took, in all attempts; what a kill undid counts once."""
         cost = {"cpu_seconds": self._cpu_ms() / 1000}
+        if (expected := _expected_memory(self.spec)) is not None:
+            cost["expected_memory_gib"] = expected.peak / GIB  # peak_memory_gib is what it was
         if "rows" in self.position:  # a stage that asks a model: SFT draws no prompts
             cost["sampled_tokens"] = float(self.position.get("tokens", 0))
             trained_on = self.position["rows"] * self.spec.config["rollout"]["group_size"]
