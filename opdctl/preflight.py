@@ -9,8 +9,20 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from opdctl.errors import ConfigError, OpdctlError
+from opdctl.jail import require_isolation
 from opdctl.pipeline import Pipeline, Stage
-from opdctl.settings import EvalSettings, FileTask, OpdSettings, PublicTask, RlvrSettings, SampleSettings, SftSettings
+from opdctl.settings import (
+    EvalSettings,
+    FileTask,
+    OpdSettings,
+    PublicTask,
+    PythonTask,
+    RepositoryTask,
+    RlvrSettings,
+    SampleSettings,
+    SftSettings,
+    ToolTaskSettings,
+)
 from opdctl.tasks import Task, load_task
 
 GRADED = 8  # reference answers that a verifier is tried on
@@ -20,12 +32,16 @@ def check_data(pipeline: Pipeline, stages: Iterable[Stage]) -> list[str]:
     """What is wrong with the tasks of these stages, a line each, by its key. Reads every file of theirs."""
     wanted = list(stages)
     settings = {name: task for stage in wanted for name, task in stage.settings.tasks.items()}
-    named = {name: task for name, task in settings.items() if isinstance(task, FileTask | PublicTask)}
+    named = {
+        name: task for name, task in settings.items() if isinstance(task, FileTask | PublicTask | ToolTaskSettings)
+    }
     problems: list[str] = []
     tasks: dict[str, Task] = {}
     with contextlib.redirect_stdout(sys.stderr):  # what a verifier of the user's own prints
         for name, task in named.items():
             try:
+                if isinstance(task, PythonTask | RepositoryTask):
+                    require_isolation()
                 tasks[name] = load_task(name, task, pipeline.settings.efforts, pipeline.folder)
                 problems += _grader(name, task, tasks[name])
             except OpdctlError as error:
@@ -40,7 +56,7 @@ def _told(error: OpdctlError) -> list[str]:
     return [*lines[:-1], f"{lines[-1]} ({error.hint})" if error.hint else lines[-1]]
 
 
-def _grader(name: str, settings: FileTask | PublicTask, task: Task) -> Iterator[str]:
+def _grader(name: str, settings: FileTask | PublicTask | ToolTaskSettings, task: Task) -> Iterator[str]:
     """A verifier that rejects right answers rewards nothing."""
     from opdctl.tasks.verifiers import check_references
 

@@ -97,6 +97,18 @@ def test_rows_without_a_teacher_are_refused_by_their_columns(rows):
     assert problem.startswith("stages.student.inputs.teachers: no teacher for kind=odd")
 
 
+def test_programs_of_a_model_need_a_machine_that_contains_them(rows, monkeypatch):
+    monkeypatch.setattr("opdctl.jail.pool.isolation", lambda: "no namespaces")
+    told = problems(recipe(rows, {"tool": {"task": "python_tool"}}, stages={"sft": toy.sft(task="tool")}))
+    assert told[0].startswith("code of a model may not run here: this machine cannot contain it (no namespaces)")
+
+
+def test_rows_of_a_task_with_tools_are_read(rows):
+    tool = {"task": "calculator", "path": "sums.jsonl"}
+    told = problems(recipe(rows, {"tool": tool}, stages={"sft": toy.sft(task="tool")}))
+    assert "row 1: wanted: the columns question and answer" in told[0]
+
+
 def test_all_problems_of_all_tasks_are_told_at_once(rows):
     (rows / "other.jsonl").write_text("{}\n")
     stages = {"first": toy.sft(task="sums"), "second": toy.sft(task="other"), "third": toy.sft(task="third")}
