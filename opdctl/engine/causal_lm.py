@@ -6,6 +6,7 @@ V vocabulary.
 
 import inspect
 from collections.abc import Callable
+from collections.abc import Sequence as Items
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,16 +24,15 @@ from opdctl.engine.weights import check_finite, some
 from opdctl.errors import OpdctlError, StageRefused
 
 
+_TRIED = 14  # tokens of the longest sequence that is tried when a model is loaded
+
+
 class CausalLMCache:
     """A DynamicCache with the attention mask of what it holds, padding at the left."""
 
     def __init__(self, cache: DynamicCache, mask_BT: Tensor) -> None:
         self.cache = cache
         self.mask_BT = mask_BT  # int64, 0 at padding
-
-    def repeat(self, group_size: int) -> None:
-        self.cache.batch_repeat_interleave(group_size)
-        self.mask_BT = self.mask_BT.repeat_interleave(group_size, 0)
 
     def keep(self, rows: Tensor) -> None:
         self.cache.batch_select_indices(rows)
@@ -46,7 +46,7 @@ class CausalLMPolicy(Policy):
     def __init__(self, model: PreTrainedModel, eos_ids: tuple[int, ...], pad_id: int) -> None:
         super().__init__(model.config, eos_ids, pad_id)
         self.network = model.eval()
-        self.shares_prefixes = False
+        self.shares_prefixes, self._window = False, _window(model.config)
         self._arguments = frozenset(inspect.signature(self._backbone.forward).parameters)
         self._check()
         self.shares_prefixes = self._reads_trees()
@@ -88,14 +88,23 @@ class CausalLMPolicy(Policy):
         head: Tensor = self.network.get_output_embeddings().weight
         return head
 
+    def batch(self, sequences: Items[Sequence]) -> TokenBatch:
+        share = self._shares(max(len(sequence.prompt) + len(sequence.completion) for sequence in sequences))
+        return collate(sequences, share_prefixes=share, pad_id=self.pad_id, device=self.device)
+
+    def _shares(self, longest: int) -> bool:
+        """Of sequences of at most so many tokens: a tree mask knows no windows."""
+        return self.shares_prefixes and (self._window is None or longest <= self._window)
+
     def hidden(self, batch: TokenBatch) -> Tensor:
         if batch.mask_BTT is None:
             self.check_length(batch.ids_BT.shape[1])
             # Padding is at the right, where no token that counts can see it: no mask, no positions needed.
             return self._states(batch)
-        if not self.shares_prefixes:
+        longest = int(batch.positions_BT.max()) + 1
+        if not self._shares(longest):
             raise ValueError("this policy reads no tree masks: collate with share_prefixes=policy.shares_prefixes")
-        self.check_length(int(batch.positions_BT.max()) + 1)
+        self.check_length(longest)
         return self._states(batch, attention_mask=self._bias(batch.mask_BTT), position_ids=batch.positions_BT)
 
     def _states(self, batch: TokenBatch, **kwargs: Tensor) -> Tensor:
@@ -129,7 +138,7 @@ class CausalLMPolicy(Policy):
         if "position_ids" in self._arguments:
             kwargs["position_ids"] = positions
         mask = cache.mask_BT
-        if self.shares_prefixes and ids.shape[1] == 1 and self.device.type == "cpu":
+        if self.shares_prefixes and self._window is None and ids.shape[1] == 1 and self.device.type == "cpu":
             # a mask that hides nothing: with one, PyTorch reads keys once for all heads that share them (3 to 4 times
             # as fast), without one, once for each
             mask = self._bias(mask[:, None, None].bool())
@@ -173,15 +182,12 @@ class CausalLMPolicy(Policy):
 
     @torch.no_grad()
     def _reads_trees(self) -> bool:
-        """Are states under a tree mask those of plain rows? Windows may be longer than what can be tried: such models
-        never share."""
-        whole = all(kind == "full_attention" for kind in getattr(self.config, "layer_types", None) or ())
-        windows = ("sliding_window", "attention_chunk_size", "window_size")
-        if not whole or any(getattr(self.config, name, None) is not None for name in windows):
+        """Are states under a tree mask those of plain rows?"""
+        if self._window is not None and self._window < _TRIED:
             return False
         if not self.network._supports_attention_backend or "position_ids" not in self._arguments:
             return False
-        ids = [[(5 * i + 3 * j + 2) % self.vocab_size for j in range(6 + i)] for i in range(3)]
+        ids = [[(5 * i + 3 * j + 2) % self.vocab_size for j in range(_TRIED - 7 + i)] for i in range(3)]
         branches = [Sequence((1, 2, 3, 4, row[0]), (*row[1:], 0), group=1) for row in ids]
         plain, tree = (
             collate(branches, share_prefixes=share, pad_id=self.pad_id, device=self.device) for share in (False, True)
@@ -199,6 +205,13 @@ class CausalLMPolicy(Policy):
             return bool(error(tree.mask_BTT) < blind * (1e-3 if _wide(expected_ND) else 0.5))
         except (RuntimeError, TypeError, ValueError, IndexError):  # of a model that wants a mask of another shape
             return False
+
+
+def _window(config: PreTrainedConfig) -> int | None:
+    """Tokens up to which every layer sees all that came before; None: however many."""
+    names = ("sliding_window", "attention_chunk_size", "window_size")
+    windows = [window for name in names if (window := getattr(config, name, None)) is not None]
+    return min(windows, default=None)
 
 
 def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -22,13 +22,10 @@ from opdctl.errors import OpdctlError
 
 
 class Cache(Protocol):
-    """Keys and values of the tokens that a policy has seen, one row a sequence. Both methods work in place."""
-
-    def repeat(self, group_size: int) -> None:
-        """Every row `group_size` times, side by side."""
+    """Keys and values of the tokens that a policy has seen, one row a sequence."""
 
     def keep(self, rows: Tensor) -> None:
-        """The rows of these indices, in their order."""
+        """In place: the rows of these indices, in their order; one may be there several times."""
 
 
 class Policy(nn.Module, ABC):

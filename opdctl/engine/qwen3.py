@@ -179,17 +179,11 @@ class Qwen3Cache:
         self.length += 1
         self.positions_B = self.positions_B + 1
 
-    def repeat(self, group_size: int) -> None:
-        self._map(lambda tensor: tensor.repeat_interleave(group_size, 0))
-
     def keep(self, rows: Tensor) -> None:
-        self._map(lambda tensor: tensor.index_select(0, rows))
-
-    def _map(self, change: Callable[[Tensor], Tensor]) -> None:
-        self.keys = [change(keys) for keys in self.keys]
-        self.values = [change(values) for values in self.values]
-        self.positions_B = change(self.positions_B)
-        self.bias = None if self.bias is None else change(self.bias)
+        self.keys = [keys.index_select(0, rows) for keys in self.keys]
+        self.values = [values.index_select(0, rows) for values in self.values]
+        self.positions_B = self.positions_B.index_select(0, rows)
+        self.bias = None if self.bias is None else self.bias.index_select(0, rows)
 
 
 class Qwen3Policy(Policy):
