@@ -17,6 +17,7 @@ import json
 import os
 import resource
 import select
+import shutil
 import signal
 import socket
 import struct
@@ -42,7 +43,10 @@ _stop = b"x"
 
 
 def main() -> None:
-    """`python -c ... main() MODE`, where the socket to the host is descriptor 0 and MODE one of those below."""
+    """`python -c ... main() MODE [TEMP]`: MODE is one of those below, TEMP a folder to be removed at the end.
+
+    Descriptor 0 is the socket to the host.
+    """
     control = socket.socket(fileno=os.dup(0))
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
@@ -50,7 +54,7 @@ def main() -> None:
     os.close(null)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        _keep(control, *MODES[sys.argv[1]])
+        _keep(control, *MODES[sys.argv[1]], *sys.argv[2:])
     except OSError as error:
         send(control, {"refused": str(error)})
 
@@ -84,7 +88,9 @@ def _exactly(stream: socket.socket, length: int) -> bytes:
 # -------------------------------------------------------------------------------------------------------- keeper
 
 
-def _keep(control: socket.socket, serve: Callable[[socket.socket], None], namespaces: bool) -> None:
+def _keep(
+    control: socket.socket, serve: Callable[[socket.socket], None], namespaces: bool, temp: str | None = None
+) -> None:
     if namespaces:
         _own_namespaces()
     first = os.fork()
@@ -107,6 +113,8 @@ def _keep(control: socket.socket, serve: Callable[[socket.socket], None], namesp
         with contextlib.suppress(ProcessLookupError):
             os.killpg(first, signal.SIGKILL)
     _, status = os.waitpid(first, 0)
+    if temp:
+        shutil.rmtree(temp, ignore_errors=True)
     os._exit(os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status))
 
 
@@ -143,7 +151,7 @@ def _functions(control: socket.socket) -> None:
             kernel.drop_capabilities()
     kernel.deny(kernel.DENIED.values())
     os.chdir(given["temp"])
-    os.environ.update(given["environment"], TMPDIR=given["temp"])
+    os.environ["TMPDIR"] = given["temp"]
     sys.path[:] = given["path"]
     _limit(given["limits"], cpu=False)
     send(control, {"ready": True})

@@ -5,7 +5,6 @@ import contextlib
 import json
 import os
 import select
-import shutil
 import socket
 import sys
 import tempfile
@@ -80,7 +79,6 @@ class _Worker:
         self._functions: Server | None = None
         self._programs: Server | None = None
         self._given: tuple[int, int] | None = None  # the limits that the server for functions has for its whole life
-        self._temp: str | None = None
 
     # -------------------------------------------------------------------------------------------------- functions
 
@@ -106,23 +104,20 @@ class _Worker:
 
     def _start_functions(self, limits: Limits) -> Server:
         jailed = isolation() == ""
-        self._temp = None if jailed else tempfile.mkdtemp(prefix="opdctl-jail-")
+        temp = None if jailed else tempfile.mkdtemp(prefix="opdctl-jail-")  # the keeper removes it
         greeting = {
             "namespaces": jailed,
-            "temp": self._temp,
-            "environment": {},
+            "temp": temp,
             "path": [path for path in sys.path if path],
             "limits": asdict(limits),
         }
-        self._functions = Server("jailed" if jailed else "functions", greeting)
+        self._functions = Server("jailed" if jailed else "functions", greeting, temp)
         self._given = (limits.memory_mib, limits.file_mib)
         return self._functions
 
     def _end_functions(self) -> int:
         code = self._functions.close() if self._functions else 0
-        if self._temp:
-            shutil.rmtree(self._temp, ignore_errors=True)
-        self._functions = self._temp = self._given = None
+        self._functions = self._given = None
         return code
 
     # --------------------------------------------------------------------------------------------------- programs

@@ -45,11 +45,21 @@ class Lost(Exception):
 class Server:
     """One keeper and what is below it. Ends with this process, however that ends."""
 
-    def __init__(self, mode: Mode, greeting: Mapping[str, Any]) -> None:
+    def __init__(self, mode: Mode, greeting: Mapping[str, Any], temp: str | None = None) -> None:
         ours, theirs = socket.socketpair()
+        options = ["-I", "-B", *(["-S"] if mode == "programs" else [])]
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-I", *(["-S"] if mode == "programs" else []), "-B", "-c", _START, mode],
+                [
+                    sys.executable,
+                    "-I",
+                    *(["-S"] if mode == "programs" else []),
+                    "-B",
+                    "-c",
+                    _START,
+                    mode,
+                    *([temp] if temp else []),
+                ],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

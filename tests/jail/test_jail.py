@@ -184,6 +184,17 @@ def test_what_a_function_prints_is_no_answer(jail):
     assert jail.run([Check("builtins:print", ['{"value": 1}'])])[0].value is None
 
 
+def test_without_namespaces_functions_keep_their_limits_and_leave_no_folder(monkeypatch, tmp_path):
+    monkeypatch.setattr(pool, "_known", ["no namespaces"])
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    checks = [Check("os:getcwd", []), Check("socket:socket", []), Check("os:abort", []), Check("os:getcwd", [])]
+    with Jail(1) as own:
+        outcomes = own.run(checks)
+    assert [outcome.failure for outcome in outcomes] == ["", "error", "crash", ""]
+    assert Path(outcomes[0].value).parent == tmp_path
+    assert list(tmp_path.iterdir()) == []
+
+
 # ------------------------------------------------------------------------------------------------------ programs
 
 
