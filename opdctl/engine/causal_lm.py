@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from opdctl.engine.batch import Sequence, TokenBatch, collate
 from opdctl.engine.policy import Cache, Policy
 from opdctl.engine.weights import check_finite, some
 from opdctl.errors import OpdctlError, StageRefused
-
 
 _TRIED = 14  # tokens of the longest sequence that is tried when a model is loaded
 
@@ -89,8 +89,23 @@ class CausalLMPolicy(Policy):
         return head
 
     def batch(self, sequences: Items[Sequence]) -> TokenBatch:
-        share = self._shares(max(len(sequence.prompt) + len(sequence.completion) for sequence in sequences))
+        longest = max((len(sequence.prompt) + len(sequence.completion) for sequence in sequences), default=0)
+        share = self._shares(longest) and self._sharing_pays(sequences)
         return collate(sequences, share_prefixes=share, pad_id=self.pad_id, device=self.device)
+
+    def _sharing_pays(self, sequences: Items[Sequence]) -> bool:
+        """Groups in one row read their prompt once, but every query of a branch passes over the other branches: of long
+        completions that costs more. Counted: weights a token meets, and numbers of queries and keys that meet."""
+        weights = sum(weight.numel() for weight in self._backbone.parameters()) - self.head().numel()
+        numbers = 2 * self.config.num_hidden_layers * self.config.hidden_size
+        saved = 0
+        for group, members in groupby(sequences, key=lambda sequence: sequence.group):
+            if group:
+                lengths = [(len(sequence.prompt), len(sequence.completion)) for sequence in members]
+                row = max(prompt for prompt, _ in lengths) + sum(completion for _, completion in lengths)
+                rows = [sum(pair) for pair in lengths]
+                saved += weights * (sum(rows) - row) + numbers * (sum(n * n for n in rows) - row * row)
+        return saved > 0
 
     def _shares(self, longest: int) -> bool:
         """Of sequences of at most so many tokens: a tree mask knows no windows."""

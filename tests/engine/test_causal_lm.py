@@ -91,6 +91,26 @@ def test_shared_prefixes_give_the_states_and_gradients_of_plain_rows_or_are_refu
         torch.testing.assert_close(ours, plain, atol=1e-4, rtol=1e-4)
 
 
+def test_a_windowed_model_shares_prefixes_as_long_as_its_window_holds_a_sequence(tmp_path):
+    windows = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
+    save_hf(Gemma3TextConfig(**SHAPE, **HEAD, **windows, query_pre_attn_scalar=8), tmp_path)
+    policy = load_policy(tmp_path)
+    for length, shares in ((16, True), (17, False)):
+        group = [Sequence((3, 4, 5), tuple(range(6 + i, 3 + length + i)), 1) for i in range(2)]
+        batch = policy.batch(group)
+        assert (batch.mask_BTT is not None) == shares
+        plain = collate(group, share_prefixes=False, pad_id=0)
+        torch.testing.assert_close(policy.hidden(batch), policy.hidden(plain), atol=1e-4, rtol=1e-4)
+
+
+def test_groups_with_long_completions_get_rows_of_their_own(tmp_path):
+    save_hf(LlamaConfig(**SHAPE | {"max_position_embeddings": 4096}), tmp_path)
+    policy = load_policy(tmp_path)
+    for length, shares in ((8, True), (2000, False)):
+        group = [Sequence((3,) * 40, (4 + i,) * length, 1) for i in range(8)]
+        assert (policy.batch(group).mask_BTT is not None) == shares
+
+
 def test_a_network_that_does_not_heed_masks_shares_no_prefixes(tmp_path, monkeypatch):
     save_hf(LlamaConfig(**SHAPE), tmp_path)
     forward = LlamaModel.forward
