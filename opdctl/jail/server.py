@@ -50,16 +50,7 @@ class Server:
         options = ["-I", "-B", *(["-S"] if mode == "programs" else [])]
         with theirs:
             self.process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-I",
-                    *(["-S"] if mode == "programs" else []),
-                    "-B",
-                    "-c",
-                    _START,
-                    mode,
-                    *([temp] if temp else []),
-                ],
+                [sys.executable, *options, "-c", _START, mode, *([temp] if temp else [])],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
