@@ -30,6 +30,13 @@ def dynamic(folder, teacher):
     return replace(rlvr(folder, teacher, rollout=ROLLOUT, **config), inputs=[NEW])
 
 
+def waiting(folder, teacher):
+    """With completions that wait for the next batch."""
+    rollout = ROLLOUT | {"max_completion_tokens": 100, "partial": {"done_fraction": 0.6, "max_staleness": 2}}
+    config = {"rollout": rollout, "mismatch": {"rule": "tis", "cap": 5.0}, "train": train(6, 8) | {"save_every": 3}}
+    return replace(rlvr(folder, teacher, **config), inputs=[NEW])
+
+
 def distilled(folder, teacher, **config):
     teachers = {(domain, effort): teacher for domain in ("math", "code") for effort in ("low", "max")}
     rollout = ROLLOUT | {"prompts": 8, "group_size": 1}
@@ -49,6 +56,7 @@ def examined(folder, teacher):
 
 STAGES = {
     "rlvr": dynamic,
+    "rlvr with partial rollouts": waiting,
     "opd": distilled,
     "opd sampled by the teachers": partial(distilled, sampled_by="teacher"),
     "sample": sampled,
