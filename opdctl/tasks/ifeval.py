@@ -30,6 +30,7 @@ from opdctl.settings import EffortSettings, IfevalTask
 from opdctl.tasks import Prompt, Verdict
 from opdctl.tasks.published import Part, Problem, Published, read_jsonl
 
+IMPORTS = ("if_verifiable.common", "if_verifiable.ifeval", "langdetect")
 HELD_OUT = 200  # generated prompts in validation, and in test where there are no published ones
 
 
@@ -56,7 +57,7 @@ class Ifeval(Published):
 
     def verify_all(self, pairs: Sequence[tuple[Prompt, str]]) -> list[Verdict]:
         checks = [
-            Check("opdctl.tasks.ifeval:fulfilled", [completion, dict(prompt.answer), self._nltk])
+            Check("opdctl.tasks.ifeval:fulfilled", [completion, dict(prompt.answer), self._nltk], imports=IMPORTS)
             for prompt, completion in pairs
         ]
         verdicts = []

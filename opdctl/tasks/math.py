@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from opdctl.errors import ConfigError
-from opdctl.jail import Check, shared
 from opdctl.settings import EffortSettings, MathTask
 from opdctl.tasks import Prompt, Verdict
 from opdctl.tasks.published import Part, Problem, Published, place, read_jsonl
+from opdctl.tasks.verifiers import resolve
 
 
 class Math(Published):
@@ -36,6 +36,7 @@ class Math(Published):
             problem = _problem(row, key)
             if " ".join(problem.question.split()) not in held:
                 parts["validation" if place(problem.question) < 10 else "train"].append(problem)
+        self._equal = resolve("math_verify")
         super().__init__(name, settings, efforts, parts)
 
     def verify(self, prompt: Prompt, completion: str) -> Verdict:
@@ -44,21 +45,14 @@ class Math(Published):
     def verify_all(self, pairs: Sequence[tuple[Prompt, str]]) -> list[Verdict]:
         found = [boxed(completion.partition("Problem:")[0]) for _, completion in pairs]
         asked = [i for i, answer in enumerate(found) if answer is not None]
-        checks = [Check("opdctl.tasks.math:equal", [f"\\boxed{{{found[i]}}}", pairs[i][0].answer]) for i in asked]
-        reasons = ["no \\boxed{} answer"] * len(pairs)
-        for i, outcome in zip(asked, shared().run(checks), strict=True):
-            reasons[i] = outcome.failure or ("" if outcome.value else f"{found[i]} is not {pairs[i][0].answer}")
-        return [Verdict(not reason, float(not reason), {"reason": reason}) for reason in reasons]
+        judged = self._equal([(f"\\boxed{{{found[i]}}}", f"\\boxed{{{pairs[i][0].answer}}}") for i in asked])
+        verdicts = [Verdict(False, 0.0, {"reason": "no \\boxed{} answer"})] * len(pairs)
+        for i, verdict in zip(asked, judged, strict=True):
+            verdicts[i] = verdict
+        return verdicts
 
     def reference(self, prompt: Prompt) -> str:
         return self.written(f"\\boxed{{{prompt.answer}}}")
-
-
-def equal(completion: str, answer: str) -> bool:
-    """By Math-Verify; runs in the jail."""
-    from opdctl.tasks.verifiers import math_verify
-
-    return math_verify(completion, f"\\boxed{{{answer}}}").correct
 
 
 def boxed(text: str) -> str | None:
