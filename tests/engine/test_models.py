@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine.models import save_hf
-from engine.stages import MODEL, run, sft
+from engine.stages import MODEL, Recorder, run, sft
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
@@ -18,7 +18,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from opdctl.backends.contract import InputSpec
+from opdctl.backends.contract import InputSpec, Stopped
 from opdctl.engine.checkpoint import load_policy
 from opdctl.engine.tokenizer import word_tokenizer
 
@@ -61,3 +61,24 @@ def test_it_trains_in_bfloat16_and_its_checkpoint_loads(tmp_path, name):
     before, after = (load_file(Path(folder, "model.safetensors")) for folder in (tmp_path / "base", spec.output))
     assert before.keys() == after.keys()
     assert all(not torch.equal(before[at].bfloat16(), after[at]) for at in before if at.endswith("_proj.weight"))
+
+
+def test_a_tied_model_in_bfloat16_ends_after_a_stop_as_an_undisturbed_one(tmp_path):
+    save_hf(LlamaConfig(**SHAPE, tie_word_embeddings=True), tmp_path / "base")
+    word_tokenizer(WORDS).save_pretrained(tmp_path / "base")
+    given = [InputSpec("init", "base", str(tmp_path / "base"))]
+    whole, cut = (
+        replace(sft(tmp_path / name, steps=4, train={"precision": "bfloat16"}), inputs=given)
+        for name in ("whole", "cut")
+    )
+    run(whole)
+    with pytest.raises(Stopped):
+        run(cut, Recorder(stop_at=1))
+    state = load_file(next(Path(cut.state).glob("step-*")) / "state.safetensors")
+    kinds = {name: tensor.dtype for name, tensor in state.items() if "embed_tokens" in name or "lm_head" in name}
+    at = "network.model.embed_tokens.weight"  # tied: once
+    moments = {f"optimizer.{kind}/{at}": torch.float32 for kind in ("exp_avg", "exp_avg_sq", "step", "master")}
+    assert kinds == {f"policy.{at}": torch.bfloat16, **moments}
+    run(cut)
+    published = [Path(spec.output, "model.safetensors").read_bytes() for spec in (whole, cut)]
+    assert published[0] == published[1]
