@@ -35,7 +35,7 @@ COSTS = {  # all_: with everything that the student was made from
     "cpu_seconds": "CPU seconds",
     "gpu_seconds": "GPU seconds",
     "peak_memory_gib": "peak memory, GiB",
-    "expected_memory_gib": "peak memory expected at most, GiB",
+    "expected_memory_gib": "expected peak memory, GiB",
     "seconds": "wall seconds, last attempt",
     "steps": "steps",
     "steps_to_95": "steps to 95 % of the final training accuracy",
