@@ -9,7 +9,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,7 +77,14 @@ def first_lines(results: Results, workspace: Path) -> Solved:
     return right
 
 
-def read(workspace: Path, run: str, minutes: float) -> Seed:
+def minutes(results: Results) -> float:
+    """On the clock, when they were carried out: the specialists train side by side."""
+    seconds = {stage: results.record(stage).seconds for stage in results.stages}
+    together = [seconds.pop(stage) for stage in results.named("specialist")]
+    return (sum(seconds.values()) + max(together)) / 60
+
+
+def read(workspace: Path, run: str) -> Seed:
     results = Results(workspace, run)
     report = json.loads((results.checkpoint("eval") / "report.json").read_text())
     distances = [fmean(report["divergence"][label].values()) for label in ("sft", "fused")]
@@ -90,7 +96,7 @@ def read(workspace: Path, run: str, minutes: float) -> Seed:
         teacher=solved(results, "eval", {domain: f"specialist[domain={domain}]" for domain in DOMAINS}),
         fused=solved(results, "eval", dict.fromkeys(DOMAINS, "fused")),
         divergence=(distances[0], distances[1]),
-        minutes=minutes,
+        minutes=minutes(results),
     )
 
 
@@ -143,7 +149,7 @@ def page(seeds: Sequence[Seed], names: Sequence[int], data: str) -> str:
     lines = [
         "# SmolLM2-135M on word problems",
         "",
-        f"Written by `python -m scripts.real`. Data: {data}. Seeds {', '.join(map(str, names))}; minutes of each: "
+        f"Written by `python -m scripts.real`. Data: {data}. Seeds {', '.join(map(str, names))}; minutes of each on the clock: "
         f"{', '.join(f'{seed.minutes:.0f}' for seed in seeds)}. Greedy answers to the same held-out problems; "
         "a difference is paired by problem, its interval is Student's at 95 % over the problems, each problem's "
         "difference averaged over the seeds first.",
@@ -165,13 +171,10 @@ def page(seeds: Sequence[Seed], names: Sequence[int], data: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def carry_out(seed: int, workspace: Path, overrides: Sequence[str]) -> float:
-    """Minutes that it took."""
-    began = time.monotonic()
+def carry_out(seed: int, workspace: Path, overrides: Sequence[str]) -> None:
     command = [sys.executable, "-m", "opdctl", "run", "word_problems", f"seed={seed}", *overrides]
     command += ["--run", f"word_problems-{seed}", "--workspace", str(workspace)]
     subprocess.run(command, check=True, env=os.environ | {"OMP_WAIT_POLICY": "PASSIVE"})
-    return (time.monotonic() - began) / 60
 
 
 def main() -> int:
@@ -189,8 +192,9 @@ def main() -> int:
     if not (given.workspace / "models" / MODEL).exists():
         fetch = [sys.executable, "-m", "opdctl", "model", "fetch", MODEL, "--workspace", str(given.workspace)]
         subprocess.run(fetch, check=True)
-    minutes = [carry_out(seed, given.workspace, overrides) for seed in given.seeds]
-    seeds = [read(given.workspace, f"word_problems-{n}", took) for n, took in zip(given.seeds, minutes, strict=True)]
+    for seed in given.seeds:
+        carry_out(seed, given.workspace, overrides)
+    seeds = [read(given.workspace, f"word_problems-{seed}") for seed in given.seeds]
     text = page(seeds, given.seeds, "MAWPS and generated drills" if data else "generated problems")
     given.output.write_text(text)
     print(text)
