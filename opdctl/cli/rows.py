@@ -67,7 +67,9 @@ class Chosen:
             if isinstance(config, SftSettings):
                 found[Limit(stage.base, "config.max_tokens", "both", config.max_tokens, refuses=True)] = None
                 continue
-            key, rollout = "config.rollout", config.rollout
+            key, rollout = "config.rollout", getattr(config, "rollout", None)
+            if rollout is None:  # a harness asks its own way
+                continue
             found[Limit(stage.base, f"{key}.max_prompt_tokens", "prompt", rollout.max_prompt_tokens, refuses=True)] = (
                 None
             )
