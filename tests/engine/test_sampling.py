@@ -7,7 +7,7 @@ from engine.models import tiny_policy
 
 from opdctl.engine.batch import Sequence, collate
 from opdctl.engine.decoding import uniforms
-from opdctl.engine.sampling import Rollout, sample
+from opdctl.engine.sampling import Draft, Drawing, Rollout, Until, sample, write
 from opdctl.errors import OpdctlError
 
 torch.set_num_threads(1)
@@ -57,6 +57,29 @@ def test_dropping_finished_rows_changes_nothing(policy, monkeypatch):
     for share in (0.0, 2.0):  # never, and at every step
         monkeypatch.setattr("opdctl.engine.decoding._DENSE", share)
         assert draw(policy, group_size=4).completions == usual.completions
+
+
+def test_drafts_pause_once_enough_have_ended_and_all_that_press_and_go_on_as_if_they_had_not(policy, monkeypatch):
+    whole = draw(policy, group_size=4)
+    longest = max(range(20), key=lambda i: len(whole.completions[i]) * whole.finished[i])
+    drawing = Drawing(1.0, 1.0, 0, 12, seed=7)
+    prefill, calls = policy.prefill, []
+    monkeypatch.setattr(policy, "prefill", lambda *args: calls.append(1) or prefill(*args))
+    for pressing in ([False] * 20, [i == longest for i in range(20)]):
+        calls.clear()
+        drafts = [Draft(prompt, 100 + p, i) for p, prompt in enumerate(PROMPTS) for i in range(4)]
+        write(policy, drafts, drawing, until=Until(3, pressing))
+        assert len(calls) == 1  # nothing was read again
+        steps = max(len(draft.tokens) for draft in drafts)
+        ended = [len(ids) <= steps for ids, done in zip(whole.completions, whole.finished, strict=True) if done]
+        assert sum(ended) >= 3
+        if any(pressing):
+            assert steps == len(whole.completions[longest])
+        else:
+            assert sum(len(ids) < steps for ids in whole.completions) < 3
+        assert not all(draft.finished for draft in drafts)
+        write(policy, [draft for draft in drafts if not draft.finished], drawing)
+        assert [draft.tokens for draft in drafts] == whole.completions
 
 
 def test_samples_of_a_group_and_seeds_and_keys_differ(policy):
