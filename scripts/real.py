@@ -149,9 +149,9 @@ def page(seeds: Sequence[Seed], names: Sequence[int], data: str) -> str:
     lines = [
         "# SmolLM2-135M on word problems",
         "",
-        f"Written by `python -m scripts.real`. Data: {data}. Seeds {', '.join(map(str, names))}; minutes of "
-        f"each on the clock: {', '.join(f'{seed.minutes:.0f}' for seed in seeds)}. Greedy answers to the same held-out problems; "
-        "a difference is paired by problem, its interval is Student's at 95 % over the problems, each problem's "
+        f"Written by `python -m scripts.real`. Data: {data}. Seeds {', '.join(map(str, names))}, in minutes on the "
+        f"clock: {', '.join(f'{seed.minutes:.0f}' for seed in seeds)}. Greedy answers to the same held-out problems; a "
+        "difference is paired by problem, its interval is Student's at 95 % over the problems, each problem's "
         "difference averaged over the seeds first.",
         "",
         "| % correct | " + " | ".join(f"{domain} ({sizes[domain]} problems)" for domain in DOMAINS) + " |",
