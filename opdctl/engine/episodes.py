@@ -6,6 +6,7 @@ environment alone, and never tokenized again.
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -14,11 +15,12 @@ from opdctl.engine.sampling import Drawn, Episode, Generate, gather
 from opdctl.errors import StageRefused
 from opdctl.settings import Rollout
 from opdctl.tasks import Prompt
-from opdctl.tasks.environment import Environment, EnvironmentTask
+from opdctl.tasks.environment import Environment, EnvironmentTask, Step
 
 if TYPE_CHECKING:
     from opdctl.engine.rows import Renderer
 
+THREADS = 8  # environments that act at the same time: those that run programs wait for the jail
 _SAMPLES, _TURNS = 12, 8  # bits of a random number's key that count samples and turns
 
 
@@ -52,15 +54,15 @@ class Play:
     def ids(self) -> list[int]:
         return [*self.start.ids, *self.written]
 
-    def act(self, ids: Sequence[int], action: str | None, renderer: "Renderer", options: Rollout) -> None:
-        """The model wrote these tokens, that is `action`, None where the turn was cut; the environment answers."""
-        assert options.turns is not None
+    def wrote(self, ids: Sequence[int], *, ended: bool) -> None:
+        """The model's turn. One that did not end ends the episode, and the environment does not see it."""
         self._write(ids, learned=True)
         self.counts["turns"] += 1
-        if action is None:
-            self.over = True
-            return
-        step = self.environment.step(action)
+        self.over = not ended
+
+    def heard(self, step: Step, renderer: "Renderer", options: Rollout) -> None:
+        """What the environment answered."""
+        assert options.turns is not None
         for name, more in {**step.counts, "turn_reward": step.reward}.items():
             self.counts[name] += more
         self.over = self.finished = step.done
@@ -98,6 +100,7 @@ def play(
         )
     calls: list[Drawn] = []
     with ExitStack() as opened:
+        threads = opened.enter_context(ThreadPoolExecutor(THREADS, thread_name_prefix="environment"))
         plays = [
             Play(start, opened.enter_context(closing(start.task.environment(start.prompt, renderer.calls))))
             for start in starts
@@ -114,12 +117,15 @@ def play(
                 seed=seed,
                 keys=[plays[i].start.turn_key(len(calls)) for i in acting],
             )
-            texts = renderer.texts(drawn.completions)
             for number, i in enumerate(acting):
-                action = texts[number] if drawn.finished[number] else None
-                plays[i].act(drawn.completions[number], action, renderer, options)
+                plays[i].wrote(drawn.completions[number], ended=drawn.finished[number])
                 pieces[i].append((len(calls), number))
             calls.append(drawn)
+            texts = renderer.texts(drawn.completions)
+            ended = [(plays[i], text) for i, text in zip(acting, texts, strict=True) if not plays[i].over]
+            steps = threads.map(lambda turn: turn[0].environment.step(turn[1]), ended)
+            for (one, _), step in zip(ended, steps, strict=True):
+                one.heard(step, renderer, options)
         episodes: list[Episode | None] = [Episode(one.environment.verdict(), dict(one.counts)) for one in plays]
     return gather(
         calls,

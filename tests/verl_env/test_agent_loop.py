@@ -136,7 +136,9 @@ def in_engine(task, renderer, prompt, prompt_ids, turns, options):
         for ids in turns:
             if play.over:
                 break
-            play.act(ids, renderer.texts([ids])[0] if ids[-1] in renderer.eos_ids else None, renderer, options)
+            play.wrote(ids, ended=ids[-1] in renderer.eos_ids)
+            if not play.over:
+                play.heard(environment.step(renderer.texts([ids])[0]), renderer, options)
         return play, environment.verdict()
 
 
@@ -198,10 +200,10 @@ def test_a_right_answer_earns_its_reward(tmp_path, verl_of):
 def test_an_environment_that_fails_is_told_to_opdctl(tmp_path, verl_of, monkeypatch):
     rows, play = verl_of(stage_of(tmp_path, "rlvr", (chat_model(tmp_path / "model"), TOOLS, None)))
 
-    def refuse(*_):
+    def refuse(*_, **__):
         raise StageFailed("no more")
 
-    monkeypatch.setattr(Play, "act", refuse)
+    monkeypatch.setattr(Play, "wrote", refuse)
     with pytest.raises(StageFailed, match="no more"):
         asyncio.run(play(rows[0], Server([[5, 6]])))
     assert json.loads(Path(told()["failure"]).read_text())["message"] == "no more"

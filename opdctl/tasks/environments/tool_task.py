@@ -7,6 +7,7 @@ a demonstration's observations are those that a model would read.
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,6 +20,7 @@ from opdctl.tasks.environment import CallFormat, Step
 from opdctl.tasks.shards import BadRow, data_files, read_raw
 
 CALLS = 4  # a turn may make
+THREADS = 8  # that play the expert
 ANSWER = "Answer:"  # begins the last line of a final turn
 
 Problem = Mapping[str, Any]  # `question`, and what the task needs
@@ -211,12 +213,13 @@ class ToolTask(ABC):
 
     def demonstrations(self, seed: int, start: int, count: int, efforts: Sequence[str] = ()) -> list[Demonstration]:
         """The expert's episodes; none depends on the effort."""
-        shown = []
-        for row in range(start, start + count):
-            effort = efforts[row % len(efforts)] if efforts else None
-            [prompt] = self.prompts("train", seed, row, 1, effort)
-            shown.append(Demonstration(prompt, "", self._played(prompt)))
-        return shown
+        asked = [efforts[row % len(efforts)] if efforts else None for row in range(start, start + count)]
+        prompts = [self.prompts("train", seed, start + i, 1, effort)[0] for i, effort in enumerate(asked)]
+        with ThreadPoolExecutor(THREADS) as threads:  # programs wait for the jail
+            return [
+                Demonstration(prompt, "", turns)
+                for prompt, turns in zip(prompts, threads.map(self._played, prompts), strict=True)
+            ]
 
     def _played(self, prompt: Prompt) -> list[Turn]:
         written = Tagged()

@@ -65,9 +65,11 @@ class EpisodeLoop(AgentLoopBase):  # type: ignore[misc]  # verl carries no types
             outputs.append(output)
             ids = [int(token) for token in output.token_ids]
             logprobs += [float(value) for value in output.log_probs or []]
-            action = renderer.texts([ids])[0] if ids and ids[-1] in renderer.eos_ids else None
-            with simple_timer("tool_calls", timing):
-                await loop.run_in_executor(_threads(), play.act, ids, action, renderer, options)
+            play.wrote(ids, ended=bool(ids) and ids[-1] in renderer.eos_ids)
+            if not play.over:
+                with simple_timer("tool_calls", timing):
+                    step = await loop.run_in_executor(_threads(), play.environment.step, renderer.texts([ids])[0])
+                play.heard(step, renderer, options)  # in this thread: tokenizers serve one at a time
         with simple_timer("compute_score", timing):
             verdict = await loop.run_in_executor(_threads(), play.environment.verdict)
         earned = _earned()(
@@ -133,6 +135,6 @@ def _threads() -> ThreadPoolExecutor:
 @lru_cache(maxsize=1)
 def _renderer(tokenizer: Any) -> Renderer:
     """By the model's own chat template: verl's tokenizer has one that leaves rendered prompts as they are."""
-    own = copy.deepcopy(tokenizer)  # environments' threads use it while verl uses the other
+    own = copy.deepcopy(tokenizer)  # verl's threads use the other
     own.chat_template = told()["chat_template"]
     return Renderer(own, told()["eos_ids"])
