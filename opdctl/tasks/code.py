@@ -37,7 +37,8 @@ from opdctl.tasks.published import Part, Problem, Published, read_jsonl
 FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:\n```|\Z)", re.DOTALL)
 # where a completion of HumanEval has left the function, as in the paper: a new definition or statement
 LEFT = re.compile(r"\n(?=class |def |#|if __name__|print\()")
-LIMITS = Limits(cpu_s=5.0)  # one published solution of MBPP takes three seconds
+# one published solution of MBPP takes three seconds; programs cannot sleep, so wall time would only judge by the load
+LIMITS = Limits(cpu_s=5.0, wall_s=120.0)
 SEED = "import random\nrandom.seed(0)\n"
 
 
