@@ -97,14 +97,10 @@ def _keep(
     if first == 0:
         os.setsid()
         kernel.die_with_parent()
-        try:
-            serve(control)
-        except EOFError:
-            os._exit(0)
-        except BaseException as error:  # told to the host, which says what to do
-            with contextlib.suppress(OSError):
-                send(control, {"refused": f"{type(error).__name__}: {error}"})
-        os._exit(1)
+        _, error = attempt(lambda: serve(control))
+        if error is not None and not isinstance(error, EOFError):
+            attempt(lambda: send(control, {"refused": _named(error)}))
+        os._exit(int(not isinstance(error, EOFError)))
     watch = select.poll()
     watch.register(control, select.POLLRDHUP)
     watch.register(os.pidfd_open(first), select.POLLIN)
@@ -160,23 +156,25 @@ def _functions(control: socket.socket) -> None:
 
 
 def _answer(control: socket.socket, check: Mapping[str, Any]) -> None:
-    try:
-        module, _, name = check["function"].partition(":")
-        function = getattr(importlib.import_module(module), name)
-        for late in check["imports"]:
-            importlib.import_module(late)
-        # of CPU time; its default action ends this process, whatever the function catches
-        signal.setitimer(signal.ITIMER_PROF, check["cpu_s"])
-        data = json.dumps({"value": function(*check["arguments"])})
-    except MemoryError:
-        data = json.dumps({"failure": "memory", "detail": ""})
-    except BaseException as error:  # SystemExit too: it would end the server without a word
-        data = json.dumps({"failure": "error", "detail": f"{type(error).__name__}: {error}"[:SHOWN]})
+    data, error = attempt(lambda: _called(check))
+    if error is not None:  # it may call itself false
+        memory = isinstance(error, MemoryError)
+        data = json.dumps({"failure": "memory" if memory else "error", "detail": "" if memory else _named(error)})
     signal.setitimer(signal.ITIMER_PROF, 0)
     raw = data.encode()
     if len(raw) > check["output"]:
         raw = json.dumps({"failure": "output", "detail": f"{len(raw)} bytes"}).encode()
     control.sendall(struct.pack(">I", len(raw)) + raw)
+
+
+def _called(check: Mapping[str, Any]) -> str:
+    module, _, name = check["function"].partition(":")
+    function = getattr(importlib.import_module(module), name)
+    for late in check["imports"]:
+        importlib.import_module(late)
+    # of CPU time; its default action ends this process, whatever the function catches
+    signal.setitimer(signal.ITIMER_PROF, check["cpu_s"])
+    return json.dumps({"value": function(*check["arguments"])})
 
 
 # ------------------------------------------------------------------------------------------------------ programs
@@ -265,38 +263,36 @@ def _own_root() -> None:
 
 
 def _program(answer: socket.socket, output: int) -> None:
-    try:
-        given = receive(answer)
-        limits = given["limits"]
-        os.setsid()
-        kernel.unshare(kernel.NEW_MOUNTS | kernel.NEW_IPC)
-        kernel.mount_memory("/r/tmp", limits["file_mib"], INODES)
-        if os.getuid() == 0:  # RLIMIT_NPROC does not bind root
-            os.setgroups([])
-            os.setresgid(NOBODY, NOBODY, NOBODY)
-            os.setresuid(NOBODY, NOBODY, NOBODY)
-        kernel.unshare(kernel.NEW_USER)  # RLIMIT_NPROC counts by user namespace
-        os.chroot("/r")
-        os.chdir("/tmp")
-        kernel.drop_capabilities()
-        kernel.deny([*kernel.DENIED.values(), *kernel.SLEEP.values()], processes=limits["processes"] > 1)
-        for name, text in given["files"].items():
-            path = Path("/tmp", name)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        os.close(output)
-        _limit(limits, cpu=True)
-        said = json.dumps(_run(given["source"], given["calls"]))
-    except MemoryError:
-        said = json.dumps({"memory": True})
-    except BaseException as error:
-        said = json.dumps({"refused": f"{type(error).__name__}: {error}"[:SHOWN]})
-    try:
-        answer.sendall(said.encode())
-    finally:
-        os._exit(0)
+    said, error = attempt(lambda: json.dumps(_confined(receive(answer), output)))
+    if error is not None:
+        said = json.dumps({"memory": True} if isinstance(error, MemoryError) else {"refused": _named(error)})
+    attempt(lambda: answer.sendall(said.encode()))
+    os._exit(0)
+
+
+def _confined(given: Mapping[str, Any], output: int) -> dict[str, Any]:
+    limits = given["limits"]
+    os.setsid()
+    kernel.unshare(kernel.NEW_MOUNTS | kernel.NEW_IPC)
+    kernel.mount_memory("/r/tmp", limits["file_mib"], INODES)
+    if os.getuid() == 0:  # RLIMIT_NPROC does not bind root
+        os.setgroups([])
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+    kernel.unshare(kernel.NEW_USER)  # RLIMIT_NPROC counts by user namespace
+    os.chroot("/r")
+    os.chdir("/tmp")
+    kernel.drop_capabilities()
+    kernel.deny([*kernel.DENIED.values(), *kernel.SLEEP.values()], processes=limits["processes"] > 1)
+    for name, text in given["files"].items():
+        path = Path("/tmp", name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)
+    _limit(limits, cpu=True)
+    return _run(given["source"], given["calls"])
 
 
 def _limit(limits: Mapping[str, Any], cpu: bool) -> None:
@@ -328,40 +324,46 @@ def _run(source: str, calls: Sequence[str]) -> dict[str, Any]:
     sys.modules[module.__name__] = module
     sys.argv = ["program"]
     sys.path.insert(0, "/tmp")
-    try:
-        exec(compile(source, "<program>", "exec"), module.__dict__)
-    except MemoryError:
-        raise
-    except BaseException as error:
-        return {"raised": [type(error).__name__, _shown(error)]}
-    finally:
-        _flush()
-    values = []
-    for call in calls:
-        try:
-            values.append(encode(eval(compile(call, "<call>", "eval"), module.__dict__)))
-        except MemoryError:
-            raise
-        except BaseException as error:
-            values.append({"raised": [type(error).__name__, _shown(error)]})
-    _flush()
-    return {"values": values}
-
-
-def _flush() -> None:
+    _, error = attempt(lambda: exec(compile(source, "<program>", "exec"), module.__dict__))
+    values = [_raised(error)] if error is not None else [_value(call, module) for call in calls]
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(BaseException):
-            stream.flush()
+        attempt(stream.flush)
+    return values[0] if error is not None else {"values": values}
 
 
-def _shown(error: BaseException) -> str:
+def _value(call: str, module: ModuleType) -> Any:
+    value, error = attempt(lambda: encode(eval(compile(call, "<call>", "eval"), module.__dict__)))
+    return _raised(error) if error is not None else value
+
+
+def _raised(error: BaseException) -> dict[str, Any]:
+    """Of what a program raised; memory that is full ends it."""
+    if isinstance(error, MemoryError):
+        raise error
+    lines, lie = attempt(lambda: traceback.format_exception(type(error), error, error.__traceback__, limit=-8))
+    # what lies above is the jail's own
+    kept = (
+        []
+        if lie is not None
+        else [line for line in lines if '"<program>"' in line or not line.lstrip().startswith("File ")]
+    )
+    return {"raised": [type(error).__name__, "".join(kept)[-SHOWN:]]}
+
+
+# ------------------------------------------------------------------------------------------------------ failures
+
+
+def attempt(act: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+    """(what it returns, None), or (None, whatever it raises): SystemExit would end a server without a word."""
     try:
-        lines = traceback.format_exception(type(error), error, error.__traceback__, limit=-8)
-        # what lies above is the jail's own
-        kept = [line for line in lines if 'File "<program>"' in line or not line.lstrip().startswith("File ")]
-        return "".join(kept)[-SHOWN:]
-    except BaseException:  # an exception may lie about itself
-        return ""
+        return act(), None
+    except BaseException as error:
+        return None, error
+
+
+def _named(error: BaseException) -> str:
+    said, _ = attempt(lambda: str(error))
+    return f"{type(error).__name__}: {said or ''}"[:SHOWN]
 
 
 # what the first process does, and whether in namespaces of its own
