@@ -16,6 +16,7 @@ from opdctl.engine.scores import Estimate, by_domain, difference, mean_interval,
 from opdctl.references import unseeded
 from opdctl.store import RunDir, StageDir
 
+EPISODES = ("turns", "valid_calls")  # of the health, what the report tells
 HEALTH = (
     "reverse_kl",
     "overlap",
@@ -24,10 +25,8 @@ HEALTH = (
     "entropy",
     "length",
     "accuracy",
-    "turns",
-    "valid_calls",
+    *EPISODES,
 )
-EPISODES = ("turns", "valid_calls")  # of them the report tells
 ENOUGH = 0.95  # share of the final training accuracy
 COSTS = {  # all_: with everything that the student was made from
     "sampled_tokens": "tokens sampled",
