@@ -21,7 +21,7 @@ from opdctl.errors import StageFailed, StageRefused
 from opdctl.jail import monty
 from opdctl.jail.checks import FUNCTION, PROGRAM, Check, Limits, Outcome, Program
 from opdctl.jail.inside import send
-from opdctl.jail.server import GRACE_S, Lost, Server
+from opdctl.jail.server import GRACE_S, START_S, Lost, Server
 from opdctl.jail.values import decode
 
 MOST = 8  # workers by default
@@ -78,6 +78,7 @@ class _Worker:
     def __init__(self) -> None:
         self._functions: Server | None = None
         self._programs: Server | None = None
+        self._imported: set[str] = set()
         self._given: tuple[int, int] | None = None  # the limits that the server for functions has for its whole life
 
     # -------------------------------------------------------------------------------------------------- functions
@@ -87,10 +88,15 @@ class _Worker:
         if self._given != (limits.memory_mib, limits.file_mib):
             self._end_functions()
         server = self._functions or self._start_functions(limits)
-        question = {"function": check.function, "arguments": check.arguments, "imports": check.imports}
+        modules = {check.function.partition(":")[0], *check.imports} - self._imported
+        question = {"function": check.function, "arguments": check.arguments, "cpu_s": limits.cpu_s}
         try:
             with contextlib.suppress(ConnectionError):  # it has ended: `receive` says so
-                send(server.control, question | {"cpu_s": limits.cpu_s, "output": limits.output_kib * 1024})
+                if modules:  # before the check's time begins
+                    send(server.control, {"imports": sorted(modules)})
+                    server.receive(START_S)
+                    self._imported |= modules
+                send(server.control, question | {"output": limits.output_kib * 1024})
             answer = server.receive(limits.wall_s)
         except TimeoutError:
             self._end_functions()
@@ -118,6 +124,7 @@ class _Worker:
     def _end_functions(self) -> int:
         code = self._functions.close() if self._functions else 0
         self._functions = self._given = None
+        self._imported.clear()
         return code
 
     # --------------------------------------------------------------------------------------------------- programs
