@@ -48,6 +48,12 @@ def fenced(completion: str) -> str | None:
     return found[1] if found else None
 
 
+def _program(source: str, calls: Sequence[str]) -> Program:
+    """By CPython: Monty keeps the order of sets, and gives `re.sub` another meaning, where published solutions rely
+    on CPython's."""
+    return Program(source, calls, interpreter="cpython", limits=LIMITS)
+
+
 def _verdict(reason: str) -> Verdict:
     return Verdict(not reason, float(not reason), {"reason": reason})
 
@@ -91,7 +97,7 @@ class Mbpp(_Code):
 
     def verify_all(self, pairs: Sequence[tuple[Prompt, str]]) -> list[Verdict]:
         programs = [
-            Program(f"{self._code(completion)}\n{prompt.answer['setup']}", prompt.answer["calls"], limits=LIMITS)
+            _program(f"{self._code(completion)}\n{prompt.answer['setup']}", prompt.answer["calls"])
             for prompt, completion in pairs
         ]
         outcomes = shared().run(programs)
@@ -163,7 +169,7 @@ class HumanEval(_Code):
         programs = []
         for (prompt, completion), record in zip(pairs, recorded, strict=True):
             calls = [f"{prompt.answer['entry']}(*{arguments!r})" for arguments, _ in record]
-            programs.append(Program(self._code(prompt, completion), calls, limits=LIMITS))
+            programs.append(_program(self._code(prompt, completion), calls))
         outcomes = shared().run(programs)
         reasons = [_failed(outcome) for outcome in outcomes]
         open_ = [
@@ -210,10 +216,10 @@ def _asked(*arguments):
 check(_asked)
 """
     source = f"{SEED}{answer['prompt']}{answer['solution']}\n{answer['test']}{body}"
-    return Program(source, ["_calls"], interpreter="cpython")
+    return _program(source, ["_calls"])
 
 
 def _replay(answer: dict[str, str], values: Sequence[Any]) -> Program:
     body = f"_values = iter({list(values)!r})\ncheck(lambda *arguments: next(_values))\n"
     source = f"{SEED}{answer['prompt']}{answer['solution']}\n{answer['test']}\n{body}"
-    return Program(source, ["None"], interpreter="cpython")
+    return _program(source, ["None"])
