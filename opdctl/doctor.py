@@ -23,6 +23,8 @@ NEEDED = ("torch", "transformers", "safetensors", "hydra-core", "pydantic", "typ
 OPTIONAL = {
     "pyarrow": "reads parquet data",
     "math-verify": "the math_verify verifier",
+    "gguf": "imports gguf:FILE",
+    "lm-eval": "eval stages with harness: lm_eval",
     "pydantic-monty": "runs most programs of models without CPython",
 }
 GIB = 2**30
