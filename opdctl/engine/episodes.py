@@ -5,23 +5,32 @@ environment alone, and never tokenized again.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from opdctl.engine.sampling import Drawn, Episode, Generate, gather
 from opdctl.errors import StageRefused
 from opdctl.settings import Rollout
 from opdctl.tasks import Prompt
-from opdctl.tasks.environment import Environment, EnvironmentTask, Step
-
-if TYPE_CHECKING:
-    from opdctl.engine.rows import Renderer
+from opdctl.tasks.environment import CallFormat, Environment, EnvironmentTask, Step
 
 THREADS = 8  # environments that act at the same time: those that run programs wait for the jail
 _SAMPLES, _TURNS = 12, 8  # bits of a random number's key that count samples and turns
+
+
+class Language(Protocol):
+    """What episodes ask of a `rows.Renderer`."""
+
+    @property
+    def calls(self) -> CallFormat: ...
+
+    @property
+    def observation(self) -> Callable[[str, int], Sequence[int]]: ...
+
+    def texts(self, completions: Sequence[Sequence[int]]) -> list[str]: ...
 
 
 @dataclass(frozen=True)
@@ -60,7 +69,7 @@ class Play:
         self.counts["turns"] += 1
         self.over = not ended
 
-    def heard(self, step: Step, renderer: "Renderer", options: Rollout) -> None:
+    def heard(self, step: Step, renderer: Language, options: Rollout) -> None:
         """What the environment answered."""
         assert options.turns is not None
         for name, more in {**step.counts, "turn_reward": step.reward}.items():
@@ -82,7 +91,7 @@ class Play:
 
 
 def play(
-    generate: Generate[Drawn], renderer: "Renderer", starts: Sequence[Start], options: Rollout, *, seed: int
+    generate: Generate[Drawn], renderer: Language, starts: Sequence[Start], options: Rollout, *, seed: int
 ) -> Drawn:
     """One completion of every start: turns and observations one after another, the turns `learned`.
 
