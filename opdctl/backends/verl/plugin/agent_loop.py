@@ -8,7 +8,7 @@ beginning in its cache, draws them all.
 
 import asyncio
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import cache, lru_cache
@@ -18,6 +18,7 @@ from uuid import uuid4
 
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
 from verl.utils.profiler import simple_timer
+from verl.workers.rollout.replica import TokenOutput
 
 from opdctl.backends.verl.judge import unpack
 from opdctl.backends.verl.plugin.rewards import Earned
@@ -80,25 +81,35 @@ class EpisodeLoop(AgentLoopBase):  # type: ignore[misc]  # verl carries no types
             int(row["global_steps"]),
             taken=len(play.written),
         )
-        versions = [output.extra_fields for output in outputs]
-        preempted = [output.num_preempted for output in outputs if output.num_preempted is not None]
-        return AgentLoopOutput(
-            prompt_ids=list(play.start.ids),
-            response_ids=play.written,
-            response_mask=[int(learned) for learned in play.learned],
-            response_logprobs=logprobs if sampling_params.get("logprobs") else None,
-            reward_score=earned["reward_score"],
-            num_turns=2 * len(outputs),
-            metrics=AgentLoopMetrics(**timing, num_preempted=sum(preempted) if preempted else -1),
-            extra_fields={
-                "reward_extra_info": earned["reward_extra_info"],
-                "episode": dict(play.counts),
-                "min_global_steps": versions[0].get("min_global_steps"),
-                "max_global_steps": versions[-1].get("max_global_steps"),
-                "turn_scores": [],
-                "tool_rewards": [],
-            },
-        )
+        return _output(play, outputs, earned, logprobs if sampling_params.get("logprobs") else None, timing)
+
+
+def _output(
+    play: Play,
+    turns: Sequence[TokenOutput],
+    earned: Mapping[str, Any],
+    logprobs: list[float] | None,
+    timing: Mapping[str, float],
+) -> AgentLoopOutput:
+    """A played episode as verl takes it."""
+    preempted = [turn.num_preempted for turn in turns if turn.num_preempted is not None]
+    return AgentLoopOutput(
+        prompt_ids=list(play.start.ids),
+        response_ids=play.written,
+        response_mask=[int(learned) for learned in play.learned],
+        response_logprobs=logprobs,
+        reward_score=earned["reward_score"],
+        num_turns=2 * len(turns),
+        metrics=AgentLoopMetrics(**timing, num_preempted=sum(preempted) if preempted else -1),
+        extra_fields={
+            "reward_extra_info": earned["reward_extra_info"],
+            "episode": dict(play.counts),
+            "min_global_steps": turns[0].extra_fields.get("min_global_steps"),
+            "max_global_steps": turns[-1].extra_fields.get("max_global_steps"),
+            "turn_scores": [],
+            "tool_rewards": [],
+        },
+    )
 
 
 def _start(row: Mapping[str, Any], prompt_ids: list[int]) -> Start:
