@@ -21,7 +21,7 @@ from scripts.recipes.results import Results
 
 ROOT = Path(__file__).resolve().parent.parent
 DOMAINS = ("add_sub", "mul_div")
-ALL = [*DOMAINS, *(f"{domain}_shots" for domain in DOMAINS)]
+ALL = [*DOMAINS, *(f"{domain}_{kind}" for domain in DOMAINS for kind in ("rows", "shots"))]
 MODEL = "smollm2_135m"
 PUBLISHED = ROOT.parent / "shared" / "data" / "math"  # MAWPS, where it is at hand
 
