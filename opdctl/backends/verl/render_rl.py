@@ -205,7 +205,8 @@ def _rollout(overrides: Overrides, spec: StageSpec, settings: RlvrSettings | Opd
             f"{ROLLOUT}.agent.num_workers": 1 if cpu else 8,
             f"{ROLLOUT}.agent.default_agent_loop": "single_turn_agent",
             f"{ROLLOUT}.checkpoint_engine.backend": "naive",
-            f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes": 16 if cpu else 2048,
+            # the largest tensor, of shared memory on a CPU, has to fit
+            f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes": 256 if cpu else 2048,
         }
     )
 

@@ -96,7 +96,7 @@ class Offline:
             "load_format": "safetensors",  # never a pickle
             "generation_config": "vllm",  # nothing but what a request says
             # "auto" would make a float32 checkpoint one of 16 bits
-            "dtype": config.get("dtype") or config.get("torch_dtype") or "float32",
+            "dtype": self.spec.config.get("precision") or config.get("dtype") or config.get("torch_dtype") or "float32",
             "max_model_len": min(wanted, config.get("max_position_embeddings") or wanted),
             "max_num_seqs": self.resources.max_num_seqs,
             "seed": 0,  # every request has its own

@@ -99,6 +99,13 @@ def test_the_engine_is_made_for_the_device(tmp_path):
     assert on_cpu["max_model_len"] == ROLLOUT["max_prompt_tokens"] + LIMIT
 
 
+def test_weights_are_of_the_precision_that_the_stage_names(tmp_path):
+    spec = exam(tmp_path / "eval", precision="bfloat16")
+    vllm.run(spec, Recorder())
+    [arguments] = noted(spec, "arguments")
+    assert arguments["dtype"] == "bfloat16"
+
+
 def test_a_cold_start_model_that_is_examined_next_is_loaded_once(tmp_path):
     within = {"tau": {"low": 0.8, "max": 1.2}, "budget": BUDGET}
     before, after = InputSpec("before", "sft", ""), InputSpec("after", "mopd", "")
