@@ -73,10 +73,11 @@ def load_policy(path: str | Path, *, device: torch.device | str = "cpu", dtype: 
     the config's, else the generation config's, else the tokenizer's, else the first EOS id.
 
     Raises OpdctlError for a folder without config.json or whole safetensors weights, for tensors that are missing,
-    unexpected, of another shape or not finite, and for a model that needs code of its own or knows no EOS.
+    unexpected, of another shape or not finite, and for a model that needs code of its own, that reads more than text,
+    or that knows no EOS.
     """
     folder = Path(path)
-    config = load_config(folder)
+    config = _text_only(load_config(folder), folder)
     weight_files(folder)
     eos_ids, pad_id = _special_ids(folder, config)
     if not exact_for(config):
@@ -96,7 +97,7 @@ def map_policy(path: str | Path, *, like: Policy, dtype: torch.dtype, check: boo
     Raises as `load_policy` does; without `check`, for a folder that it has loaded before, values are not looked at.
     """
     folder = Path(path)
-    config = load_config(folder)
+    config = _text_only(load_config(folder), folder)
     if not exact_for(config):
         from opdctl.engine.causal_lm import CausalLMPolicy, load_network
 
@@ -128,7 +129,7 @@ def load_vocabulary(path: str | Path) -> tuple[Tokenizer, tuple[int, ...], int]:
     """(tokenizer, EOS ids, number of logits) of a folder, as `load_policy` gives them, without reading its weights."""
     folder = Path(path)
     config = load_config(folder)
-    return load_tokenizer(folder), _special_ids(folder, config)[0], int(config.vocab_size)
+    return load_tokenizer(folder), _special_ids(folder, config)[0], int(config.get_text_config().vocab_size)
 
 
 def save_policy(policy: Policy, tokenizer: Tokenizer, folder: str | Path, *, dtype: torch.dtype) -> None:
@@ -181,8 +182,19 @@ def load_config(folder: Path) -> PreTrainedConfig:
     return config
 
 
+def _text_only(config: PreTrainedConfig, folder: Path) -> PreTrainedConfig:
+    if not hasattr(config, "vocab_size"):
+        raise OpdctlError(
+            f"{folder}: {type(config).__name__} describes a model of text and more, whose text has a configuration of "
+            "its own: the embedded engine reads text alone",
+            hint="backend: verl trains such models, and backend: vllm evaluates them",
+        )
+    return config
+
+
 def _special_ids(folder: Path, config: PreTrainedConfig) -> tuple[tuple[int, ...], int]:
-    """EOS ids and pad id, see `load_policy`."""
+    """EOS ids and pad id, see `load_policy`; of a model of text and more those of its text."""
+    config = config.get_text_config()
     has_generation = (folder / "generation_config.json").is_file()
     generation = GenerationConfig.from_pretrained(folder, local_files_only=True) if has_generation else None
     tokenizer = load_tokenizer(folder)

@@ -31,7 +31,7 @@ def check_vocabularies(policy: Tokenizer, width: int, others: Sequence[InputSpec
         content = file.read_bytes() if file.is_file() else str(given.path).encode()
         if content not in known:
             known[content] = _difference(words, _words(load_tokenizer(given.path)))
-        logits = int(AutoConfig.from_pretrained(given.path, local_files_only=True).vocab_size)
+        logits = int(AutoConfig.from_pretrained(given.path, local_files_only=True).get_text_config().vocab_size)
         name = f"{given.role.removesuffix('s')} {given.label}"
         if known[content]:
             problems.append(f"{name} has another vocabulary than the policy: {known[content]}")

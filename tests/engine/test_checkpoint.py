@@ -6,9 +6,9 @@ import pytest
 import torch
 from engine.models import WORDS, new_model, save_hf, tiny_policy
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3Config, LlamaConfig, Qwen3Config, Qwen3VLConfig
 
-from opdctl.engine.checkpoint import load_policy, load_tokenizer, new_policy, save_policy
+from opdctl.engine.checkpoint import load_policy, load_tokenizer, load_vocabulary, new_policy, save_policy
 from opdctl.engine.qwen3 import Qwen3Policy
 from opdctl.errors import OpdctlError
 
@@ -221,3 +221,14 @@ def test_a_qwen3_variant_that_the_tight_forward_does_not_cover_goes_through_tran
     edit_json(folder / "config.json", **change)
     policy = load_policy(folder)
     assert not isinstance(policy, Qwen3Policy)
+
+
+@pytest.mark.parametrize("config", [Gemma3Config, Qwen3VLConfig])
+def test_a_model_of_text_and_images_is_refused_here_and_its_vocabulary_known_to_other_backends(folder, config):
+    config(text_config={"vocab_size": len(WORDS) + 3, "pad_token_id": 0, "eos_token_id": 2}).save_pretrained(folder)
+    with pytest.raises(OpdctlError, match=config.__name__) as refused:
+        load_policy(folder)
+    assert "backend: verl" in refused.value.hint
+    _, eos_ids, width = load_vocabulary(folder)
+    assert eos_ids == (2,)
+    assert width == len(WORDS) + 3
