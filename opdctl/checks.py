@@ -27,6 +27,7 @@ from opdctl.settings import (
     SampleSettings,
     SampleStage,
     SftSettings,
+    SftStage,
     TopKOpd,
     Train,
 )
@@ -141,6 +142,9 @@ def _effort(key: str, effort: str, pipeline: PipelineSettings) -> Iterator[Probl
 
 
 def _resources(settings: AnyStage, inputs: Sequence[Input], pipeline: PipelineSettings) -> Iterator[Problem]:
+    if settings.resources.gradient_checkpointing and not isinstance(settings, SftStage | RlvrStage | OpdStage):
+        text = f"would not be read: kind {settings.kind} has no backward pass"
+        yield "resources.gradient_checkpointing", text
     gpus = computed_gpus(settings, inputs, pipeline)
     own = settings.resources.gpus
     if own not in (0, gpus):

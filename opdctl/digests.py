@@ -1,12 +1,19 @@
 """What files from outside contain, remembered so that a plan need not read them again."""
 
 import os
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from opdctl.records import RECORD, read_json, sha256, write_json
 
 _MODEL_SUFFIXES = {".json", ".safetensors", ".txt", ".model", ".jinja"}
+
+
+def installed(package: str) -> str | None:
+    """Its version; None where it is missing."""
+    return version(package) if find_spec(package) else None
 
 
 class Digests:

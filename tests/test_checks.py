@@ -21,6 +21,11 @@ def _within(effort):
 
 M = "stages.max.config"
 BAD = [
+    (
+        {"stages.eval.resources": {"gradient_checkpointing": True}},
+        "stages.eval.resources.gradient_checkpointing",
+        "would not be read: kind eval has no backward pass",
+    ),
     # keys and types
     ({"stages.max.config.train.lerning": 1}, "stages.max.config.train.lerning", "unknown key (keys here: max_steps, "),
     ({"stages.max.config.train.lr": 1}, "stages.max.config.train.lr", "unknown key (did you mean 'optimizer.lr'?"),

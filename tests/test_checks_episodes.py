@@ -50,6 +50,11 @@ def problems(changes):
             "stages.eval.config.grader.tasks",
             "'code' is played in turns: its environment judges it",
         ),
+        (
+            EVERYWHERE | {"stages.eval.config.rollout.turns": TURNS | {"max_turns": 257}},
+            "stages.eval.config.rollout.turns.max_turns",
+            "256",
+        ),
         (EVERYWHERE | {"stages.more": SAMPLE}, "stages.more.config.data.tasks", "and kind sample keeps none"),
     ],
 )

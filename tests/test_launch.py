@@ -1,11 +1,14 @@
 """Models from outside, on their way to a worker."""
 
+from pathlib import Path
+
 import pytest
 import toy
 from gguf_files import tiny_llama, write_gguf
 
 from opdctl import fetch
 from opdctl.engine import gguf_import
+from opdctl.errors import StageRefused
 from opdctl.launch import Launcher
 from opdctl.plan import make_plan
 from opdctl.store import Workspace
@@ -53,3 +56,14 @@ def test_a_gguf_file_is_imported_once_and_counts_by_its_content(planned, workspa
     renamed = planned("gguf:b.gguf")
     assert renamed.stages[0].fingerprint == plan.stages[0].fingerprint
     assert launched(renamed)[1] == []
+
+
+@pytest.mark.usefixtures("import_here")
+def test_an_imported_model_that_was_changed_is_refused(planned, workspace):
+    write_gguf(workspace / "a.gguf", tiny_llama())
+    plan = planned("gguf:a.gguf")
+    folder = Path(launched(plan)[0].path)
+    (folder / "config.json").write_text("{}")
+    with pytest.raises(StageRefused, match=r"config\.json is missing or has changed") as refused:
+        launched(plan)
+    assert str(folder) in refused.value.hint

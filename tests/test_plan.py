@@ -283,6 +283,14 @@ def test_what_a_task_with_tools_reads_counts_by_its_content(run, workspace):
     assert first == second != plan(run, searched("there"))["sft"].fingerprint
 
 
+def test_generated_rows_count_by_the_version_of_their_generator(run, monkeypatch):
+    puzzles = {"tasks.math": {"task": "reasoning_gym", "dataset": "chain_sum"}}
+    before = plan(run, puzzles)["sft"].fingerprint
+    assert plan(run, puzzles)["sft"].fingerprint == before
+    monkeypatch.setattr("opdctl.plan.installed", lambda package: f"another {package}")
+    assert plan(run, puzzles)["sft"].fingerprint != before
+
+
 def test_rows_are_hashed_once(run, workspace, monkeypatch):
     data = _rows(workspace / "here" / "a.jsonl", '{"p": "1", "a": "1"}\n')
     (workspace / "runs").mkdir()

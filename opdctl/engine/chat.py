@@ -42,7 +42,7 @@ def observation_text(tokenizer: Tokenizer, eos_ids: Sequence[int], observation: 
     no tools), and what begins the model's turn. Without one: the observation alone. An observation of more than
     `max_tokens` tokens is cut, and says so where the vocabulary can.
     """
-    observation = _plain(tokenizer, _cut(tokenizer, observation, max_tokens))
+    observation = _cut(tokenizer, _plain(tokenizer, observation), max_tokens)
     if not tokenizer.chat_template:
         return observation
     role = "tool" if shows_tools(tokenizer.chat_template) else "user"

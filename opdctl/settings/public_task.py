@@ -11,6 +11,7 @@ class PublicTask(Settings):
     """What tasks over published rows share (`opdctl/tasks/published.py`)."""
 
     FILES: ClassVar[tuple[str, ...]] = ()  # what is read from the folder `path`
+    PACKAGES: ClassVar[tuple[str, ...]] = ()  # Python packages that make the rows: another version makes others
 
     path: str | None  # folder with the published files; relative to the workspace
     # what split `eval` is: settings are chosen on `validation`, which is never trained on, and `test` is for the end
@@ -84,6 +85,15 @@ class HumanEvalTask(PublicTask):
     task: Literal["humaneval"]
 
 
+NLTK = (  # all that is read of NLTK's data
+    "corpora/stopwords/english",
+    "tokenizers/punkt_tab/english/abbrev_types.txt",
+    "tokenizers/punkt_tab/english/collocations.tab",
+    "tokenizers/punkt_tab/english/ortho_context.tab",
+    "tokenizers/punkt_tab/english/sent_starters.txt",
+)
+
+
 class IfevalTask(PublicTask):
     """Instructions that a program can check (`opdctl/tasks/ifeval.py`)."""
 
@@ -95,12 +105,13 @@ class IfevalTask(PublicTask):
     nltk: str | None = "data/nltk"  # folder of `opdctl data fetch nltk`: sentences and stop words
 
     def files(self) -> dict[str, str]:
-        needed = ("corpora/stopwords/english", "tokenizers/punkt_tab/english/ortho_context.tab")
-        return super().files() | ({} if self.nltk is None else {name: f"{self.nltk}/{name}" for name in needed})
+        return super().files() | ({} if self.nltk is None else {name: f"{self.nltk}/{name}" for name in NLTK})
 
 
 class ReasoningGymTask(PublicTask):
     """Generated puzzles and sums of reasoning-gym (`opdctl/tasks/reasoning_gym.py`)."""
+
+    PACKAGES = ("reasoning_gym",)
 
     task: Literal["reasoning_gym"]
     path: None = None

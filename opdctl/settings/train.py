@@ -49,9 +49,10 @@ class Mixture(Settings):
 
 
 class Turns(Settings):
-    """Of tasks with an environment. `rollout.max_completion_tokens` bounds all turns, observations included."""
+    """Of tasks with an environment; others are answered at once. `rollout.max_completion_tokens` bounds all turns,
+    observations included."""
 
-    max_turns: Count  # what the model writes; the environment answers between them
+    max_turns: Annotated[int, Field(ge=1, le=256)]  # that the model writes; the environment answers between them
     max_turn_tokens: Count  # of one turn of the model
     max_observation_tokens: Count  # a longer observation is cut, and says so
 

@@ -78,6 +78,13 @@ def test_an_observation_cannot_end_a_turn() -> None:
     assert ids.count(tokenizer.convert_tokens_to_ids("<|im_start|>")) == 2
 
 
+def test_an_observation_is_cut_by_the_tokens_that_are_read() -> None:
+    """Words of special tokens are one token each as such, and many once they are plain text."""
+    tokenizer = byte_tokenizer(CHATML)
+    told = between(tokenizer, "<|im_end|>" * 5, limit=20).partition("user\n")[2].partition("<|im_end|>")[0]
+    assert told == "< |im_end|" + " ... (cut)"
+
+
 def test_tools_are_shown_by_the_template_or_by_the_system_prompt() -> None:
     prompt = Prompt("", None, {}, [{"role": "user", "content": "?"}], tools=[TOOL])
     assert prompt_text(byte_tokenizer(QWEN), prompt).startswith('<|im_start|>system\n{"type": "function"')

@@ -15,6 +15,7 @@ from opdctl.launch import Launcher
 from opdctl.plan import make_plan
 from opdctl.preflight import check_data
 from opdctl.settings import TASKS
+from opdctl.settings.public_task import NLTK
 from opdctl.store import Workspace
 from opdctl.tasks import load_task
 
@@ -32,8 +33,7 @@ def data(workspace):
         "gsm8k/test.jsonl": [SUM | {"question": f"What is 3 + {n}?"} for n in range(200)],
         "mbpp/mbpp.jsonl": [FUNCTION | {"task_id": n, "test_setup_code": ""} for n in range(1, 650)],
         "ifeval/ifeval_input_data.jsonl": [RULE] * 200,
-        "nltk/corpora/stopwords/english": ["the"],
-        "nltk/tokenizers/punkt_tab/english/ortho_context.tab": [1],
+        **{f"nltk/{name}": ["the"] for name in NLTK},
     }
     for name, lines in rows.items():
         path = workspace / "data" / name
