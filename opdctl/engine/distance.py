@@ -7,8 +7,9 @@ import torch
 
 from opdctl.backends.contract import Control, InputSpec, StageSpec, Stopped
 from opdctl.engine.batch import Sequence, micro_batches
-from opdctl.engine.loop import open_frozen
+from opdctl.engine.loop import open_frozen, open_vocabulary, role
 from opdctl.engine.policy import Policy
+from opdctl.engine.teachers import check_vocabularies
 from opdctl.engine.vocab import full_vocab_reverse_kl
 
 
@@ -19,6 +20,13 @@ class Asked:
     name: str
     teacher: InputSpec
     sequences: Items[Sequence]
+
+
+def check_comparable(spec: StageSpec) -> None:
+    """Raises StageRefused unless the students and their teachers have one vocabulary."""
+    [before], others = role(spec, "before"), [*role(spec, "teachers"), *role(spec, "after")]
+    tokenizer, _, width = open_vocabulary(spec, before)
+    check_vocabularies(tokenizer, width, others)
 
 
 def divergences(
@@ -38,6 +46,8 @@ def divergences(
                 raise Stopped
             policy = open_frozen(spec, model, precision)
             found[model.label] |= {cell.name: mean_divergence(policy, teacher, cell.sequences, budget) for cell in own}
+            del policy  # before the next one is loaded
+        del teacher
     return {label: {cell.name: of[cell.name] for cell in cells} for label, of in found.items()}
 
 

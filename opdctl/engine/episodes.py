@@ -109,11 +109,12 @@ def play(
         )
     calls: list[Drawn] = []
     with ExitStack() as opened:
-        threads = opened.enter_context(ThreadPoolExecutor(THREADS, thread_name_prefix="environment"))
         plays = [
             Play(start, opened.enter_context(closing(start.task.environment(start.prompt, renderer.calls))))
             for start in starts
         ]
+        # left first: where one environment fails, the others act to their end before they are closed
+        threads = opened.enter_context(ThreadPoolExecutor(THREADS, thread_name_prefix="environment"))
         pieces: list[list[tuple[int, int]]] = [[] for _ in plays]  # (call, number) of each turn
         while acting := [i for i, one in enumerate(plays) if not one.over]:
             drawn = generate(

@@ -14,14 +14,14 @@ from typing import Any
 from opdctl.backends.contract import Control, InputSpec, StageResult, StageSpec, Stopped
 from opdctl.engine.advantages import over_budget
 from opdctl.engine.batch import Sequence
-from opdctl.engine.distance import Asked, divergences
+from opdctl.engine.distance import Asked, check_comparable, divergences
 from opdctl.engine.effort import BudgetEstimator
 from opdctl.engine.episodes import totals
 from opdctl.engine.eval_report import CellScore, cell_name, examined, means, report_of, routes
 from opdctl.engine.grader import Agreement, Graded, open_grader
 from opdctl.engine.harness import Harness
 from opdctl.engine.journal import PhaseLog, open_journal, sampler
-from opdctl.engine.loop import Metrics, completions_per_call, open_policy, open_tasks, role
+from opdctl.engine.loop import Metrics, completions_per_call, open_policy, open_tasks, open_vocabulary, role
 from opdctl.engine.recovery import damaged, write_text, write_whole
 from opdctl.engine.rows import Mixer, Renderer, Row, judge, roll, stream_seed
 from opdctl.engine.sampling import Completions, Generate, merged
@@ -60,6 +60,8 @@ def run(spec: StageSpec, control: Control, opener: Opener | None = None) -> Stag
         report["harness"] = harness.about()
     else:
         settings = EvalSettings.model_validate(spec.config)
+        if settings.divergence:
+            check_comparable(spec)
         examiner = _Examiner(spec, settings, opener or in_this_process(spec, settings.rollout, settings.precision))
         report, metrics = _examine(spec, control, settings, examiner)
         report["floor"] = examiner.floor()
@@ -80,19 +82,19 @@ def _examine(
     models = examined(spec)
     scores: dict[str, dict[str, CellScore]] = {}
     for number, model in enumerate(models):
-        kept = _kept(spec, "scored", model.label)
+        kept = _kept(spec, "scored", model)
         if kept.exists():
             scores[model.label] = _read(kept)
         else:
             if control.stop_requested():
                 raise Stopped
             scores[model.label], outcomes = examiner.score(model)
-            write_text(_kept(spec, "outcomes", model.label), "".join(f"{json.dumps(line)}\n" for line in outcomes))
+            write_text(_kept(spec, "outcomes", model), "".join(f"{json.dumps(line)}\n" for line in outcomes))
             write_whole(kept, [[name, asdict(score)] for name, score in scores[model.label].items()])  # in order
         control.emit(number + 1, len(models), means(scores[model.label]), phase=model.label)
     with (Path(spec.output) / "outcomes.jsonl").open("wb") as stream:
         for model in models:
-            stream.write(_kept(spec, "outcomes", model.label).read_bytes())
+            stream.write(_kept(spec, "outcomes", model).read_bytes())
     return report_of(spec, settings, scores)
 
 
@@ -144,7 +146,7 @@ class _Examiner:
             outcomes += self._outcomes(model, cell, correct, lengths, texts[own])
         if self.settings.divergence and model.role == "before":
             learned = drawn.learned or [None] * len(texts)
-            write_whole(_kept(self.spec, "written", model.label), list(zip(drawn.completions, learned, strict=True)))
+            write_whole(_kept(self.spec, "written", model), list(zip(drawn.completions, learned, strict=True)))
         return scores, outcomes
 
     def _outcomes(
@@ -168,9 +170,9 @@ class _Examiner:
     def divergence(self, control: Control) -> dict[str, dict[str, float]]:
         """See `distance.divergences`; of the student before and after, on what the one before wrote."""
         before, teachers, after = (role(self.spec, name) for name in ("before", "teachers", "after"))
-        written = iter(json.loads(_kept(self.spec, "written", before[0].label).read_text()))
+        written = iter(json.loads(_kept(self.spec, "written", before[0]).read_text()))
         numbers = routes(self.settings, teachers)
-        renderer = Renderer(open_policy(self.spec, before[0])[1], (0,))
+        renderer = Renderer(*open_vocabulary(self.spec, before[0])[:2])
         group, limit = self.settings.rollout.group_size, self.settings.rollout.max_prompt_tokens
         asked = [
             Asked(
@@ -297,10 +299,10 @@ class _Examiner:
         return CellScore(counts, pass_k, graded.agreement(correct) if graded else None)
 
 
-def _kept(spec: StageSpec, what: str, label: str) -> Path:
-    """A file of a model in the state folder."""
+def _kept(spec: StageSpec, what: str, model: InputSpec) -> Path:
+    """A file of a model in the state folder. Labels are no part of a stage's identity: an attempt may exchange them."""
     suffix = "jsonl" if what == "outcomes" else "json"
-    return Path(spec.state) / f"{what}-{zlib.crc32(label.encode()):08x}.{suffix}"
+    return Path(spec.state) / f"{what}-{zlib.crc32(f'{model.label} {model.source}'.encode()):08x}.{suffix}"
 
 
 def _by_prompt(right: Items[bool], size: int) -> list[int]:

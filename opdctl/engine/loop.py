@@ -15,12 +15,13 @@ from torch import Tensor
 
 from opdctl.backends.contract import Control, InputSpec, StageResult, StageSpec, Stopped
 from opdctl.engine.batch import TokenBatch
-from opdctl.engine.checkpoint import Tokenizer, load_policy, load_tokenizer, new_policy, save_policy
+from opdctl.engine.checkpoint import Tokenizer, load_policy, load_tokenizer, load_vocabulary, new_policy, save_policy
 from opdctl.engine.journal import open_journal
 from opdctl.engine.lora import ADAPTER, Adapters
 from opdctl.engine.optim import AdamW, learning_rate
 from opdctl.engine.policy import Policy
 from opdctl.engine.recovery import Recovery, Save
+from opdctl.engine.tokenizer import word_tokenizer
 from opdctl.errors import StageFailed
 from opdctl.memory import GIB, Memory, Training, shape_of_folder, shape_of_new, training_memory
 from opdctl.settings import (
@@ -77,6 +78,14 @@ def open_policy(spec: StageSpec, given: InputSpec, precision: str = "float32") -
         return policy, load_tokenizer(given.path)
     policy, tokenizer = new_policy(NewModel.model_validate(spec.new_model), spec.seed)
     return policy.to(device=device_of(spec), dtype=DTYPES[precision]), tokenizer
+
+
+def open_vocabulary(spec: StageSpec, given: InputSpec) -> tuple[Tokenizer, tuple[int, ...], int]:
+    """(tokenizer, EOS ids, number of logits) of an input, without its weights."""
+    if given.path:
+        return load_vocabulary(given.path)
+    words = NewModel.model_validate(spec.new_model).tokenizer.words
+    return word_tokenizer(words), (2,), len(words)
 
 
 def open_frozen(spec: StageSpec, given: InputSpec, precision: str = "float32") -> Policy:

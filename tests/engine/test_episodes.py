@@ -1,5 +1,6 @@
 """Rollouts of several turns."""
 
+import time
 from functools import partial
 
 import pytest
@@ -13,9 +14,10 @@ from opdctl.engine.episodes import episode_metrics
 from opdctl.engine.policy import completion_logprobs
 from opdctl.engine.rows import Mixer, Renderer, judge, roll
 from opdctl.engine.sampling import Completions, sample
-from opdctl.errors import StageRefused
+from opdctl.errors import StageFailed, StageRefused
 from opdctl.settings import Mixture, Rollout, Turns
 from opdctl.tasks import Prompt, Verdict
+from opdctl.tasks.environment import Step
 
 torch.set_num_threads(1)
 TURNS = Turns(max_turns=4, max_turn_tokens=5, max_observation_tokens=8)
@@ -187,3 +189,37 @@ def test_the_very_tokens_that_were_sampled_are_kept():
     assert seen[1] == [2, 0, 1, 3, 2]  # what the second turn was drawn after
     assert task.actions == ["ab", "ab"]
     assert renderer.completions(["ab"]) == [[2, 3]]
+
+
+class Stumbling(Counting):
+    """The first of its environments fails while the others act."""
+
+    def __init__(self):
+        super().__init__()
+        self.acting, self.closed_while_acting = 0, []
+
+    def environment(self, prompt, calls):
+        return _Stumble(self, fails=prompt.answer == 0)
+
+
+class _Stumble:
+    def __init__(self, task, *, fails):
+        self.task, self.fails = task, fails
+
+    def step(self, action):
+        if self.fails:
+            raise StageFailed("the environment is gone")
+        self.task.acting += 1
+        time.sleep(0.05)
+        self.task.acting -= 1
+        return Step("", True, 0.0, {})
+
+    def close(self):
+        self.task.closed_while_acting.append(self.task.acting > 0)
+
+
+def test_no_environment_is_closed_while_another_acts(model):
+    task = Stumbling()
+    with pytest.raises(StageFailed, match="gone"):
+        played(model, rows_of({"a": task}, 6))
+    assert task.closed_while_acting == [False] * 12

@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 from engine.models import tiny_policy
-from engine.stages import MODEL, ROLLOUT, run, spec_of
+from engine.stages import MODEL, ROLLOUT, Recorder, run, spec_of
 
-from opdctl.backends.contract import InputSpec
+from opdctl.backends.contract import InputSpec, Stopped
 from opdctl.engine.batch import Sequence
 from opdctl.engine.checkpoint import new_policy, save_policy
 from opdctl.engine.distance import mean_divergence
+from opdctl.errors import StageRefused
 from opdctl.settings import NewModel
 
 
@@ -72,3 +73,40 @@ def test_the_mean_divergence_is_the_sum_over_the_vocabulary():
             tokens += 1
     for budget in (4, 1000):
         assert mean_divergence(policy, teacher, sequences, budget) == pytest.approx(expected / tokens, rel=1e-5)
+
+
+def test_scores_stay_with_their_model_when_labels_are_exchanged_between_attempts(tmp_path, models):
+    def labelled(where, first, second):
+        given = zip((first, second), models, strict=True)
+        return exam(where, [InputSpec("models", label, str(folder), source=folder.name) for label, folder in given])
+
+    def outcomes(spec):
+        return Path(spec.output, "outcomes.jsonl").read_text()
+
+    whole = labelled(tmp_path / "whole", "b", "a")
+    run(whole)
+    with pytest.raises(Stopped):
+        run(labelled(tmp_path / "eval", "a", "b"), Recorder(stop_at=1))
+    resumed = labelled(tmp_path / "eval", "b", "a")
+    run(resumed)
+    assert outcomes(resumed) == outcomes(whole)
+
+
+def test_a_divergence_between_vocabularies_is_refused_before_anything_is_asked(tmp_path, models):
+    words = MODEL["tokenizer"]["words"]
+    other = {**MODEL, "tokenizer": {"words": [*words[:-2], words[-1], words[-2]]}}
+    save_policy(*new_policy(NewModel.model_validate(other), 2), tmp_path / "other", dtype=torch.float32)
+    one, two = map(str, models)
+    teachers = [
+        InputSpec("teachers", domain, path, {"domain": domain})
+        for domain, path in {"math": two, "code": str(tmp_path / "other")}.items()
+    ]
+    spec = exam(
+        tmp_path / "eval",
+        [InputSpec("before", "sft", one), *teachers, InputSpec("after", "mopd", two)],
+        divergence=True,
+    )
+    recorder = Recorder()
+    with pytest.raises(StageRefused, match="teacher code has another vocabulary"):
+        run(spec, recorder)
+    assert not recorder.events

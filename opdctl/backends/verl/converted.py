@@ -16,6 +16,8 @@ from typing import Any
 
 from opdctl.backends.contract import InputSpec, StageSpec
 from opdctl.backends.verl.layout import Layout
+from opdctl.digests import installed
+from opdctl.engine.weights import weight_files
 from opdctl.records import read_json, sha256, write_json
 from opdctl.settings import TASKS, AnyTask, FileTask, NewModel
 from opdctl.tasks.files import data_digest
@@ -27,18 +29,21 @@ _TOKENIZER = (
 )  # fmt: skip
 _BLIND = ("optimizer", "save_every", "precision", "lora")  # keys of config.train that no row depends on
 _PACKAGE = Path(__file__).parents[2]
-_CODE = ("tasks/**/*.py", "settings/**/*.py", "engine/rows.py", "engine/chat.py", "engine/tokenizer.py")
+_CODE = (
+    "tasks/**/*.py", "settings/**/*.py", "engine/rows.py", "engine/chat.py", "engine/tokenizer.py", "engine/effort.py",
+    "engine/teachers.py", "backends/verl/data.py", "backends/verl/judge.py", "backends/verl/budgets.py",
+)  # fmt: skip
 
 
 def convert_once(spec: StageSpec, files: Layout, make: Callable[[Path, Path], None]) -> dict[str, Any]:
     """Links `files.train` and `files.validation` to rows that `make` wrote to two paths, now or earlier; the note."""
     content = _content(spec)
     folder = Path(spec.workspace) / "runs" / ".data" / content
-    train, validation = folder / files.train.name, folder / files.validation.name
+    made = train, validation = folder / files.train.name, folder / files.validation.name
     known = read_json(folder / NOTE, "sha256", "rows")
-    if known is None or not (train.is_file() and validation.is_file()):
+    if known is None or any(not path.is_file() or sha256(path) != known["sha256"][path.name] for path in made):
         make(train, validation)
-        digests = {path.name: sha256(path) for path in (train, validation)}
+        digests = {path.name: sha256(path) for path in made}
         known = {"content": content, "rows": _rows(train), "sha256": digests}
         write_json(folder / NOTE, known)
     for link, target in ((files.train, train), (files.validation, validation)):
@@ -67,7 +72,7 @@ def _content(spec: StageSpec) -> str:
     workspace = Path(spec.workspace)
     settings = {name: TASKS[given["task"]].model_validate(given) for name, given in spec.tasks.items()}
     parts = [
-        _digest(sorted(path for pattern in (*_CODE, "backends/verl/data.py") for path in _PACKAGE.glob(pattern))),
+        _digest(sorted(path for pattern in _CODE for path in _PACKAGE.glob(pattern))),
         spec.kind,
         spec.seed,
         {**spec.config, "train": train},
@@ -84,11 +89,12 @@ def _without_paths(task: AnyTask) -> dict[str, Any]:
     return {key: value for key, value in plain.items() if key not in ("path", "eval_path")}
 
 
-def _data(task: AnyTask, workspace: Path) -> list[str]:
+def _data(task: AnyTask, workspace: Path) -> list[Any]:
     if isinstance(task, FileTask):
         return list(data_digest(task, workspace).values())
     files: Mapping[str, str] = task.files() if hasattr(task, "files") else {}
-    return [_digest(_tree(workspace / file)) for file in files.values()]
+    packages = {name: installed(name) for name in getattr(task, "PACKAGES", ())}
+    return [_digest(_tree(workspace / file)) for file in files.values()] + [packages]
 
 
 def _tree(path: Path) -> Iterator[Path]:
@@ -100,8 +106,11 @@ def _input(spec: StageSpec, given: InputSpec) -> list[Any]:
     whole = given.role in ("data", "budget") or bool(spec.config.get("effort"))
     name = (given.source or given.path) if whole else ""
     if not given.path:
-        return [given.role, given.label, dict(given.route), NewModel.model_validate(spec.new_model).tokenizer.words]
+        made = spec.new_model if whole else NewModel.model_validate(spec.new_model).tokenizer.words
+        return [given.role, given.label, dict(given.route), made]
     there = [Path(given.path) / file for file in _TOKENIZER]
+    if given.role == "budget":  # a folder of the user's has its name whatever is in it
+        there += weight_files(Path(given.path))
     tokenizer = "" if given.role == "data" else _digest(path for path in there if path.is_file())
     return [given.role, given.label, dict(given.route), name, tokenizer]
 

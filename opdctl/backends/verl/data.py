@@ -13,6 +13,7 @@ from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from opdctl.backends.contract import Control, StageSpec
 from opdctl.backends.verl.budgets import budgets
@@ -33,14 +34,13 @@ from opdctl.backends.verl.layout import (
 from opdctl.backends.verl.render_rl import updates_of
 from opdctl.backends.verl.teachers import check_teachers
 from opdctl.engine.chat import observation_text
-from opdctl.engine.checkpoint import Tokenizer, encode, load_vocabulary
-from opdctl.engine.loop import open_demonstrations, open_tasks, role
+from opdctl.engine.checkpoint import Tokenizer, encode
+from opdctl.engine.loop import open_demonstrations, open_tasks, open_vocabulary, role
 from opdctl.engine.rows import Mixer, Renderer, Row, stream_seed
 from opdctl.engine.teachers import Router, check_vocabularies
-from opdctl.engine.tokenizer import word_tokenizer
 from opdctl.errors import StageRefused
 from opdctl.records import read_json, write_json
-from opdctl.settings import EffortBudget, NewModel, OpdSettings, Overlong, RlvrSettings, SftSettings, Train
+from opdctl.settings import EffortBudget, OpdSettings, Overlong, RlvrSettings, SftSettings, Train
 from opdctl.tasks import Demonstration
 
 FORMAT = 1  # raise it when the same stage gets other rows or columns: data of an older one is written again
@@ -95,11 +95,7 @@ class _Student:
 
     def __init__(self, spec: StageSpec) -> None:
         given = role(spec, "student" if spec.kind == "opd" else "init")[0]
-        if given.path:
-            self.tokenizer, self.eos_ids, self.width = load_vocabulary(given.path)
-        else:
-            words = NewModel.model_validate(spec.new_model).tokenizer.words
-            self.tokenizer, self.eos_ids, self.width = word_tokenizer(words), (2,), len(words)
+        self.tokenizer, self.eos_ids, self.width = open_vocabulary(spec, given)
         self.folder = given.path
         self.renderer = Renderer(self.tokenizer, self.eos_ids)
 
@@ -277,7 +273,7 @@ def _write_rows(path: Path, batches: Iterable[list[_Record]]) -> None:
     from pyarrow import parquet
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    staging = path.with_name(f".{path.name}.part")
+    staging = path.with_name(f".{path.name}.{uuid4().hex}.part")  # stages of one run may write the same rows at once
     groups = _groups(batches)
     group = next(groups)
     schema = _schema(group[0])

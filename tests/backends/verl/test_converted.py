@@ -5,12 +5,16 @@ from dataclasses import replace
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 from engine import stages
 
-from opdctl.backends.verl import data
+from opdctl.backends.contract import InputSpec
+from opdctl.backends.verl import converted, data
 from opdctl.backends.verl.converted import NOTE, publish
 from opdctl.backends.verl.layout import layout
+from opdctl.engine.checkpoint import new_policy, save_policy
 from opdctl.records import sha256
+from opdctl.settings import NewModel
 
 
 @pytest.fixture
@@ -82,3 +86,32 @@ def test_the_checkpoint_says_which_rows_it_was_trained_on(sft, tmp_path):
     assert told == note(spec)
     assert told["sha256"]["train.parquet"] == sha256(files.train)
     assert told["rows"] == pq.read_metadata(files.train).num_rows == 48
+
+
+def test_rows_that_were_edited_are_made_again(sft):
+    spec = sft("one")
+    whole = pq.read_table(written(spec).train)
+    pq.write_table(whole.slice(1), layout(spec).train.resolve())
+    assert pq.read_table(written(sft("two")).train).equals(whole)
+
+
+def test_stages_that_write_the_same_rows_at_once_do_not_meet(sft, tmp_path):
+    [record] = pq.read_table(written(sft("one")).train).slice(0, 1).to_pylist()
+
+    def batches():
+        data._write_rows(tmp_path / "rows.parquet", iter([[record]]))
+        yield [record, record]
+
+    data._write_rows(tmp_path / "rows.parquet", batches())
+    assert pq.read_metadata(tmp_path / "rows.parquet").num_rows == 2
+    assert [path.name for path in tmp_path.glob("*rows*")] == ["rows.parquet"]
+
+
+def test_budgets_are_drawn_anew_by_a_model_that_changed_in_its_place(sft, tmp_path):
+    def content(seed):
+        save_policy(*new_policy(NewModel.model_validate(stages.MODEL), seed), tmp_path / "model", dtype=torch.float32)
+        given = InputSpec("budget", "start", str(tmp_path / "model"), source="path:model")
+        spec = sft("one")
+        return converted._content(replace(spec, inputs=[*spec.inputs, given]))
+
+    assert content(0) == content(0) != content(1)
