@@ -19,7 +19,7 @@ from opdctl.tasks.reasoning_gym import CHECKS
 
 HEAD = """# Tasks
 
-Written by `scripts/tasks_table.py`. Sizes are those of the parts train, validation and test; the evaluated one is `test`.
+Written by `scripts/tasks_table.py`. Sizes are of the parts train, validation and test; the evaluated one is `test`.
 
 - **False negatives**: reference answers of the test part that the verifier judges wrong, of all of them.
 - **Floor**: the best accuracy on the test part of one answer to all of its prompts: the commonest reference answers, an
@@ -30,7 +30,8 @@ Written by `scripts/tasks_table.py`. Sizes are those of the parts train, validat
 
 NOTES = """
 IFEval's published prompts have no reference answers: how often the checkers reject a right one is not known; generated
-prompts have some. reasoning-gym: sizes are settings; the {count} generators listed are supported, others refused with the reason.
+prompts have some. reasoning-gym: sizes are settings; the {count} generators listed are supported, others are refused
+with the reason.
 Parts of MAWPS are decided by a problem's numbers and answer, so that its rewordings stay together; those of its word
 problems that one operation solves are a task of their own. Where "no data here" stands, the data were not at hand.
 """
