@@ -17,6 +17,7 @@ PIPELINES = sorted(path.stem for path in (builtin_folder() / "pipelines").glob("
 EVERYWHERE = ("kimi_k3", "kimi_k3_verl_smoke")  # at every scale with every model; what they hold, the others hold too
 SCALES = sorted(path.stem for path in (builtin_folder() / "conf" / "scale").glob("*.yaml"))
 ON_CPU = ("laptop", "smoke", "verl_cpu")
+OF_135M = ("laptop_135m", "verl_cpu_135m")  # for a pretrained model: lengths that the others do not have
 FITS = {  # scale of GPUs -> a model of each size whose stages its GPUs hold
     "gpu1": ["qwen3_0_6b"],
     "h100x8": ["qwen3_0_6b", "qwen3_8b"],
@@ -46,7 +47,13 @@ def planned(workspace, pipeline, *overrides):
 
 
 def test_every_scale_is_tested_here():
-    assert set(SCALES) == {*ON_CPU, *FITS}
+    assert set(SCALES) == {*ON_CPU, *OF_135M, *FITS}
+
+
+@pytest.mark.parametrize("scale", OF_135M)
+def test_word_problems_are_valid_at_the_scales_of_their_model(workspace, scale):
+    pipeline = load_pipeline("word_problems", [f"scale={scale}"], workspace=workspace)
+    assert pipeline.stages["fused"].settings.backend == ("verl" if scale == "verl_cpu_135m" else "embedded")
 
 
 @pytest.mark.parametrize(
