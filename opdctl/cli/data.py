@@ -10,6 +10,7 @@ import typer
 
 from opdctl.cli.options import HERE, JsonOption, OverridesArgument, WorkspaceOption
 from opdctl.cli.rows import choose, file_keys, file_task
+from opdctl.errors import ConfigError
 
 if TYPE_CHECKING:
     from opdctl.data.check import Progress
@@ -95,6 +96,7 @@ def show(
     keys = file_keys(prompt, answer, completion, answer_pattern, verifier, template, column, eval_path)
     chosen = choose(source, overrides, task, mapping, keys, workspace)
     opened, tokens = chosen.open(limit=max([rows, *(row or [])])), chosen.model(model)
+    row = sorted(set(row or []))
     console, data = make_console(), []
     if not json:
         console.print(legend("tokens" if tokens else "words (no --model)"), "")
@@ -117,6 +119,11 @@ def show(
             console.print(view, soft_wrap=True)
         if len(data) == (len(row) if row else rows) or (not row and number == rows):
             break
+    if len(data) < len(row):
+        raise ConfigError(
+            f"--row: {split} of {opened.title} has {len(data)} of these {len(row)} rows",
+            hint="the others are of the other --split, or cannot be read: opdctl data check",
+        )
     if json:
         print_json({"source": opened.title, "rows": data})
 

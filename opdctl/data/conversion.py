@@ -37,6 +37,12 @@ def convert(source: Path, target: Path, mapping: FileTask | None) -> int:
         with staging.open("rb") as written:
             os.fsync(written.fileno())
         staging.replace(target)
+    except UnicodeEncodeError as error:
+        near = error.object[max(0, error.start - 20) : error.start + 20]
+        raise ConfigError(
+            f"{source}: half a surrogate pair (\\ud800 to \\udfff), which is no text, in {near!r}",
+            hint="all bad rows at once: opdctl data check",
+        ) from error
     finally:
         staging.unlink(missing_ok=True)
     return count

@@ -4,7 +4,10 @@ An episode is tokens in, tokens out: what the model wrote is never rendered or t
 trained on are the ones that were drawn.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jinja2 import TemplateError
 
 from opdctl.engine.tokenizer import Tokenizer, closed_vocabulary, encode
 from opdctl.errors import StageRefused
@@ -27,7 +30,19 @@ def prompt_text(tokenizer: Tokenizer, prompt: Prompt) -> str:
         )
     shown = {"tools": list(prompt.tools)} if prompt.tools and shows_tools(template) else {}
     messages = with_tools(prompt.messages, prompt.tools, template)
-    return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **shown))
+    return _rendered(tokenizer, messages, **shown)
+
+
+def _rendered(tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]], **shown: Any) -> str:
+    """Up to where the model's turn begins. Raises StageRefused for what the template has not, or is broken at."""
+    try:
+        return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **shown))
+    except TemplateError as error:
+        roles = ", ".join(message["role"] for message in messages)
+        raise StageRefused(
+            f"the model's chat template cannot render a conversation of {roles}: {error.message}",
+            hint="put a chat_template.jinja that can into the model's folder, or set template: raw for the task",
+        ) from error
 
 
 def observation_ids(tokenizer: Tokenizer, eos_ids: Sequence[int], observation: str, max_tokens: int) -> list[int]:
@@ -40,8 +55,10 @@ def observation_text(tokenizer: Tokenizer, eos_ids: Sequence[int], observation: 
 
     With a chat template: the rest of its end of turn, the observation as role `tool` (`user` where the template knows
     no tools), and what begins the model's turn. Without one: the observation alone. An observation of more than
-    `max_tokens` tokens is cut, and says so where the vocabulary can.
+    `max_tokens` tokens is cut, and says so where the vocabulary can. Halves of surrogate pairs, which a model can
+    write as escapes and no tokenizer takes, become `?`.
     """
+    observation = observation.encode(errors="replace").decode()
     observation = _cut(tokenizer, _plain(tokenizer, observation), max_tokens)
     if not tokenizer.chat_template:
         return observation
@@ -51,7 +68,7 @@ def observation_text(tokenizer: Tokenizer, eos_ids: Sequence[int], observation: 
         {"role": "assistant", "content": _TURN},
         {"role": role, "content": observation},
     ]
-    rendered = str(tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False))
+    rendered = _rendered(tokenizer, turns)
     after = rendered[rendered.rindex(_TURN) + len(_TURN) :]
     for token in map(str, tokenizer.convert_ids_to_tokens(list(eos_ids))):
         if after.startswith(token):

@@ -200,3 +200,18 @@ def test_conversion_overwrites_nothing_and_stops_at_a_bad_row(rows, call):
     code, _, err = call("data", "convert", "rows.jsonl", "out.parquet", *MAPPED)
     assert (code, "row 121: no column 'a'" in err) == (2, True)
     assert not list(rows.glob("*out.parquet*"))
+
+
+def test_a_row_that_is_not_of_this_split_is_an_error(rows, call):
+    code, _, err = call("data", "show", "rows.jsonl", *MAPPED, "--row", "8", "--row", "999")
+    assert code == 2
+    assert "has 1 of these 2 rows" in err
+
+
+@pytest.mark.parametrize("target", ["out.jsonl", "out.parquet"])
+def test_text_that_is_none_is_not_converted(rows, call, tmp_path, target):
+    (rows / "odd.jsonl").write_text('{"q": "half \\ud800 of a pair"}\n')
+    code, _, err = call("data", "convert", "odd.jsonl", target)
+    assert code == 2
+    assert "half a surrogate pair" in err
+    assert not (rows / target).exists()

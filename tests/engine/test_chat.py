@@ -4,7 +4,7 @@ from transformers import PreTrainedTokenizerFast
 
 from opdctl.engine.chat import observation_ids, prompt_text
 from opdctl.engine.tokenizer import encode, word_tokenizer
-from opdctl.errors import OpdctlError
+from opdctl.errors import OpdctlError, StageRefused
 from opdctl.tasks import Prompt
 
 CHATML = (
@@ -83,6 +83,16 @@ def test_an_observation_is_cut_by_the_tokens_that_are_read() -> None:
     tokenizer = byte_tokenizer(CHATML)
     told = between(tokenizer, "<|im_end|>" * 5, limit=20).partition("user\n")[2].partition("<|im_end|>")[0]
     assert told == "< |im_end|" + " ... (cut)"
+
+
+def test_an_observation_with_half_a_surrogate_pair_can_be_read() -> None:
+    assert "user\n? and 7<|im_end|>" in between(byte_tokenizer(CHATML), "\ud800 and 7")
+
+
+def test_a_template_that_cannot_render_is_refused_with_its_own_words() -> None:
+    prompt = Prompt("", None, {}, [{"role": "system", "content": "!"}, {"role": "user", "content": "?"}])
+    with pytest.raises(StageRefused, match=r"conversation of system, user: no system here"):
+        prompt_text(byte_tokenizer("{{ raise_exception('no system here') }}"), prompt)
 
 
 def test_tools_are_shown_by_the_template_or_by_the_system_prompt() -> None:
