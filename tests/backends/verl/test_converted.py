@@ -95,15 +95,19 @@ def test_rows_that_were_edited_are_made_again(sft):
     assert pq.read_table(written(sft("two")).train).equals(whole)
 
 
-def test_stages_that_write_the_same_rows_at_once_do_not_meet(sft, tmp_path):
+def test_stages_that_write_the_same_rows_at_once_do_not_meet(sft, tmp_path, monkeypatch):
     [record] = pq.read_table(written(sft("one")).train).slice(0, 1).to_pylist()
 
+    monkeypatch.setattr(data, "_GROUP_ROWS", 1)
+
     def batches():
+        yield [record]
+        yield [record]
         data._write_rows(tmp_path / "rows.parquet", iter([[record]]))
-        yield [record, record]
+        yield [record]
 
     data._write_rows(tmp_path / "rows.parquet", batches())
-    assert pq.read_metadata(tmp_path / "rows.parquet").num_rows == 2
+    assert pq.read_metadata(tmp_path / "rows.parquet").num_rows == 3
     assert [path.name for path in tmp_path.glob("*rows*")] == ["rows.parquet"]
 
 
