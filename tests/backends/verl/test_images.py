@@ -45,6 +45,7 @@ def test_rows_hold_messages_and_paths(tmp_path, monkeypatch):
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     save_policy(policy, tokenizer, tmp_path / "model", dtype=torch.float32)
     spec = stages.rlvr(tmp_path / "rlvr", tmp_path / "model", data={"tasks": ["cats"], "efforts": []})
-    written = pq.read_table(data.write(replace(spec, tasks={"cats": CATS}), stages.Recorder()).train).to_pylist()
+    spec = replace(spec, tasks={"cats": CATS}, workspace=str(tmp_path))
+    written = pq.read_table(data.write(spec, stages.Recorder()).train).to_pylist()
     assert all(row["prompt"][0]["content"].endswith(" <image>") for row in written)
     assert all(row["images"] == [str(tmp_path / "cat.png")] for row in written)
