@@ -57,7 +57,7 @@ def test_json_has_every_number(call, workspace):
     (block,) = document["blocks"]
     assert block.keys() == {"runs", "stage", "seeds", "confidence", "cells", "students"}
     (student,) = block["students"]
-    assert student.keys() == {"label", "kind", "scores", "length", "cost", "health"}
+    assert student.keys() == {"label", "kind", "scores", "length", "episodes", "cost", "health"}
     row = student["scores"]["accuracy"]["rows"][0]
     assert row["recovery"] == {"value": pytest.approx(0.75), "low": None, "high": None, "seeds": 1}
     assert row.keys() == {
