@@ -132,7 +132,7 @@ def test_every_option_named_in_the_documents_exists():
             words = shlex.split(line.rstrip("\\"))
             if words[:1] == ["opdctl"] and words[1] in commands:
                 command = commands[words[1]]
-                command = getattr(command, "commands", {}).get(words[2], command)  # `data show`
+                command = getattr(command, "commands", {}).get(" ".join(words[2:3]), command)  # `data show`
                 known = {option for parameter in command.params for option in parameter.opts}
                 given = {word.split("=")[0] for word in words if word.startswith("--")}
                 assert given <= known | {"--help"}, f"{name(document)}: {line}"
