@@ -143,7 +143,12 @@ def test_a_branch_that_nobody_can_tell_can_be_planned_and_not_run(hub, offline, 
 def test_plan_shows_the_commit(hub, tmp_path, workspace):
     """As a user calls it, with the library's own settings in the environment."""
     hub.repositories["Qwen/Qwen3-VL-8B-Instruct"] = hub.repositories["org/model"]
-    surroundings = os.environ | {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "home")}
+    surroundings = os.environ | {
+        "HF_ENDPOINT": hub.url,
+        "HF_HUB_OFFLINE": "0",
+        "HF_HOME": str(tmp_path / "home"),
+        "COLUMNS": "120",
+    }
     command = [sys.executable, "-m", "opdctl", "plan", "kimi_k3_verl_smoke", "scale=h200x8", "model=qwen3_vl_8b"]
     for online in ("0", "1"):
         surroundings["HF_HUB_OFFLINE"] = online
