@@ -13,8 +13,8 @@ from typing import Any
 
 from opdctl.errors import OpdctlError
 from opdctl.settings import TASKS
-from opdctl.tasks import load_task
-from opdctl.tasks.floor import constant_floor, verify_all
+from opdctl.tasks import load_task, verify_all
+from opdctl.tasks.floor import constant_floor
 from opdctl.tasks.reasoning_gym import CHECKS
 
 HEAD = """# Tasks

@@ -13,7 +13,7 @@ from opdctl.engine.sampling import Drawn, Episode, Generate, merged
 from opdctl.errors import StageRefused
 from opdctl.settings import Mixture
 from opdctl.settings import Rollout as RolloutSettings
-from opdctl.tasks import BulkTask, Demonstration, Prompt, Split, Task, Verdict
+from opdctl.tasks import Demonstration, Prompt, Split, Task, Verdict, verify_all
 from opdctl.tasks.call_formats import call_format
 from opdctl.tasks.environment import CallFormat, EnvironmentTask
 
@@ -191,7 +191,7 @@ def judge(
             asked.setdefault(rows[i // group_size].task, []).append(i)
     for name, numbers in asked.items():
         task, pairs = tasks[name], [(rows[i // group_size].prompt, texts[i]) for i in numbers]
-        found = task.verify_all(pairs) if isinstance(task, BulkTask) else [task.verify(*pair) for pair in pairs]
+        found = verify_all(task, pairs)
         for i, verdict in zip(numbers, found, strict=True):
             verdicts[i] = verdict
     return [verdict for verdict in verdicts if verdict is not None]

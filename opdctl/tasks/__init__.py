@@ -140,6 +140,11 @@ class BulkTask(Task, Protocol):
     def verify_all(self, pairs: Sequence[tuple[Prompt, str]]) -> list[Verdict]: ...
 
 
+def verify_all(task: Task, pairs: Sequence[tuple[Prompt, str]]) -> list[Verdict]:
+    """In bulk where the task can."""
+    return task.verify_all(pairs) if isinstance(task, BulkTask) else [task.verify(*pair) for pair in pairs]
+
+
 def load_task(name: str, settings: AnyTask, efforts: EffortSettings | None, workspace: Path | None = None) -> Task:
     """The task called `name`; its prompts carry the column domain=`name`.
 

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from opdctl.tasks import BulkTask, Prompt, Task, Verdict
+from opdctl.tasks import Prompt, Task, verify_all
 from opdctl.tasks.environment import EnvironmentTask
 
 COMMONEST = 5  # reference answers that are tried
@@ -22,8 +22,3 @@ def constant_floor(task: Task, prompts: Sequence[Prompt]) -> float:
     verdicts = verify_all(task, [(prompt, text) for text in tried for prompt in prompts])
     correct = [verdict.correct for verdict in verdicts]
     return max(sum(correct[i : i + len(prompts)]) for i in range(0, len(correct), len(prompts))) / len(prompts)
-
-
-def verify_all(task: Task, pairs: Sequence[tuple[Prompt, str]]) -> list[Verdict]:
-    """In bulk where the task can."""
-    return task.verify_all(pairs) if isinstance(task, BulkTask) else [task.verify(*pair) for pair in pairs]
