@@ -1,7 +1,9 @@
 """What a worker is given: references resolved to folders, settings to plain data."""
 
+import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -14,6 +16,7 @@ from opdctl.plan import Plan, PlannedStage
 from opdctl.references import Input
 from opdctl.settings import AnyTask, NewModel
 from opdctl.store import Attempt, Parent
+from opdctl.verdicts import Verdict, read_verdicts
 
 
 class Launcher:
@@ -23,7 +26,7 @@ class Launcher:
     def __init__(
         self, plan: Plan, items: Sequence[PlannedStage], report: Callable[[str], None], *, fetch: bool = True
     ) -> None:
-        self._run, self._pipeline, self._items = plan.run, plan.pipeline, items
+        self._plan, self._run, self._pipeline, self._items = plan, plan.run, plan.pipeline, items
         self._outside = _outside_models(items, plan, report, fetch)
         kinds = {item.stage.settings.kind for item in items if BACKENDS[item.stage.settings.backend] is embedded}
         self.preload = ["opdctl.worker", *(embedded.KINDS[kind] for kind in sorted(kinds))]  # what workers import
@@ -91,7 +94,42 @@ class Launcher:
             output=str(attempt.output) if attempt else "",
             events=str(attempt.events) if attempt else "",
             result=str(stage.result),
+            gate=self._gate(item, attempt),
         )
+
+    def _gate(self, item: PlannedStage, attempt: Attempt | None) -> dict[str, Any]:
+        """Without verdicts of an earlier attempt on the same stage and parents, the worker asks for them."""
+        settings = item.stage.settings.gate
+        if settings is None or not settings.enabled:
+            return {}
+        accepted = sorted({*settings.accept, *self._plan.accept})
+        plain = settings.model_dump(mode="json") | {"accept": accepted}
+        asked: dict[str, Any] = {"settings": plain}
+        if attempt is not None:
+            key = self._gate_key(item)
+            if self._passed(item, key) is not None:
+                return {}
+            asked |= {"file": str(attempt.gate), "key": key}
+        return asked
+
+    def _gate_key(self, item: PlannedStage) -> str:
+        settings = item.stage.settings.gate
+        ids = [parent.record_id for parent in self.parents(item)]
+        judged = [item.fingerprint, ids, settings.model_dump_json() if settings else ""]
+        return sha256(json.dumps(judged).encode()).hexdigest()[:20]
+
+    def _passed(self, item: PlannedStage, key: str) -> list[Verdict] | None:
+        """Verdicts of an attempt that the gate let through."""
+        for attempt in reversed(self._run.stage(item.stage.name).attempts()):
+            verdicts = read_verdicts(attempt.gate, key)
+            if verdicts is not None and not any(verdict.stops for verdict in verdicts):
+                return verdicts
+        return None
+
+    def accepted(self, item: PlannedStage) -> list[str]:
+        """Names of checks that refused the stage, and were accepted."""
+        verdicts = self._passed(item, self._gate_key(item)) or []
+        return sorted({verdict.check for verdict in verdicts if verdict.accepted})
 
     def _workers(self, backend: str) -> dict[str, Any]:
         if backend == "embedded":

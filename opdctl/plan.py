@@ -63,6 +63,7 @@ class Plan:
     pipeline: Pipeline
     run: RunDir
     stages: tuple[PlannedStage, ...]  # each after all that it reads
+    accept: tuple[str, ...] = ()  # checks of the gate whose refusals are accepted, beside those that stages name
     pins: Mapping[str, str | None] = field(default_factory=dict)  # hf reference with a branch -> commit; None: unknown
 
 

@@ -47,6 +47,7 @@ class Record:
     seconds: float
     mlflow_run_id: str | None = None
     files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # name -> sha256, size, mtime_ns
+    accepted: list[str] = field(default_factory=list)  # checks of the gate that refused, and were accepted by name
 
     def parent_ids(self) -> list[str | None]:
         return [parent.record_id for parent in self.parents]

@@ -3,80 +3,37 @@
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from getpass import getuser
 from hashlib import sha256
 from json import dumps
 from pathlib import Path
-from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import opdctl
 from opdctl import gates
-from opdctl.backends.contract import Event, StageResult
+from opdctl.backends.contract import StageResult
 from opdctl.errors import ConfigError, OpdctlError, StageFailed, StageRefused
+from opdctl.guards import Guards, Order
 from opdctl.launch import Launcher
 from opdctl.plan import Decision, Plan, PlannedStage
 from opdctl.preflight import check_data
+from opdctl.reporter import Outcome, Reporter, Silent
+from opdctl.retry import Retries
 from opdctl.scheduler import Lease, Pool, Schedule
+from opdctl.signals import Signals
 from opdctl.store import Parent, Record, StageDir, write_json
 from opdctl.supervisor import RUN_AGAIN, Supervisor, Worker, judge, log_tail, tell_failure
 from opdctl.tracking import Started, Status, Tracking, open_tracking
 
+__all__ = ["Outcome", "Reporter", "Silent", "execute"]
+
 POLL_S = 0.1  # between two looks at the events of running stages
+PATIENCE_S = 60.0  # that a worker gets to save after a guard told it to end
 DRAIN_S = 60.0  # that tracking gets to catch up once the last stage has ended
-
-
-class Reporter(Protocol):
-    """Is told what happens, from one thread."""
-
-    def started(self, stage: str, attempt: int) -> None: ...
-
-    def progress(self, stage: str, event: Event) -> None: ...
-
-    def finished(self, stage: str, record: Record) -> None: ...
-
-    def failed(self, stage: str, message: str, log_tail: str) -> None: ...
-
-    def reused(self, stage: str, reason: str) -> None: ...
-
-    def message(self, text: str) -> None: ...
-
-
-class Silent:
-    """A reporter for programs."""
-
-    def started(self, stage: str, attempt: int) -> None:
-        return None
-
-    def progress(self, stage: str, event: Event) -> None:
-        return None
-
-    def finished(self, stage: str, record: Record) -> None:
-        return None
-
-    def failed(self, stage: str, message: str, log_tail: str) -> None:
-        return None
-
-    def reused(self, stage: str, reason: str) -> None:
-        return None
-
-    def message(self, text: str) -> None:
-        return None
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """`done`: stages that are finished now, reused ones included; one whose gate stopped the run is in `failed` too."""
-
-    done: list[str] = field(default_factory=list)
-    failed: dict[str, str] = field(default_factory=dict)  # stage -> why
-    not_run: dict[str, str] = field(default_factory=dict)  # stage -> why: a stage it reads failed, a gate, interrupted
-    interrupted: bool = False
 
 
 def execute(plan: Plan, *, reporter: Reporter) -> Outcome:
@@ -88,37 +45,14 @@ def execute(plan: Plan, *, reporter: Reporter) -> Outcome:
     refused = [f"{item.stage.name}: {item.reason}" for item in plan.stages if item.decision is Decision.REFUSED]
     if refused:
         raise StageRefused("\n".join(refused), hint="--rerun STAGE starts it anew; another --run keeps both")
-    with plan.run.lock(reporter.message) as lock, _Signals() as signals:
+    with plan.run.lock(reporter.message) as lock, Signals() as signals:
         return _Execution(plan, reporter, signals).run(lock)
-
-
-class _Signals:
-    """Counts SIGINT and SIGTERM instead of dying of them. Only the main thread can; elsewhere nothing changes."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.at_second: Callable[[], None] = lambda: None  # called at once, in the midst of whatever is going on
-        self._before: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> "_Signals":
-        if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.count += 1
-        if self.count > 1:
-            self.at_second()
 
 
 class _Execution:
     """One `execute`, under the run's lock."""
 
-    def __init__(self, plan: Plan, reporter: Reporter, signals: _Signals) -> None:
+    def __init__(self, plan: Plan, reporter: Reporter, signals: Signals) -> None:
         self._plan, self._run, self._pipeline = plan, plan.run, plan.pipeline
         self._reporter, self._signals = reporter, signals
         self._work = {item.stage.name: item for item in plan.stages if item.decision in (Decision.RUN, Decision.RESUME)}
@@ -129,6 +63,10 @@ class _Execution:
         self._launcher = Launcher(plan, list(self._work.values()), reporter.message)
         self._code = commit_of_code() if self._work else ""
         self._outcome = Outcome()
+        self._guards, self._retries = Guards(plan), Retries()
+        self._halted: dict[str, Order] = {}  # stage -> why its worker was told to end
+        self._deadlines: dict[str, float] = {}  # halted stage -> when its worker is killed
+        self._again: dict[str, float] = {}  # failed stage -> when it is tried again
         self._restarted: dict[str, int] = {}  # resumed stage -> the step, too low, that it reported
         self._heeded = 0  # signals acted on
         self._check()
@@ -202,22 +140,27 @@ class _Execution:
         """Start what can start, wait a little, deal with what happened. False once there is nothing left to do."""
         if self._signals.count > self._heeded:
             self._stop(supervisor)
-        for name in self._schedule.ready():
+        due = [name for name, at in self._again.items() if at <= time.monotonic()]
+        for name in (*due, *self._schedule.ready()):
             if self._signals.count > self._heeded:  # the first start takes seconds
                 return True
             if (lease := self._pool.take(self._work[name].stage.settings.resources)) is not None:
-                self._schedule.start(name)
+                if self._again.pop(name, None) is None:
+                    self._schedule.start(name)
                 self._leases[name] = lease
                 self._start(self._work[name], lease, supervisor)
         if not supervisor.workers:
             assert not self._schedule.ready(), "a stage needs more than the whole machine"
-            return False
+            time.sleep(POLL_S if self._again else 0)
+            return bool(self._again)
         ended = supervisor.wait(POLL_S)
         for worker in (*ended, *supervisor.workers.values()):
             for event in worker.events():
                 if event.phase == "train":  # preparations count no steps
                     self._check_resumed(self._work[worker.stage], worker, event.step)
                 self._reporter.progress(worker.stage, event)
+                self._obey(self._guards.seen(worker.stage, event), supervisor)
+        self._obey(self._guards.turn(), supervisor)
         for worker in ended:
             self._pool.give_back(self._leases.pop(worker.stage))
             self._end(self._work[worker.stage], worker)
@@ -228,13 +171,30 @@ class _Execution:
     def _stop(self, supervisor: Supervisor) -> None:
         """Nothing new starts; workers save at the first request and die at the second."""
         self._heeded = self._signals.count
-        for name in self._schedule.clear():
+        for name in (*self._schedule.clear(), *self._again):
             self._outcome.not_run[name] = "interrupted"
+        self._again.clear()
         if self._heeded > 1:
             supervisor.kill()
         elif supervisor.workers:
             self._reporter.message("stopping: running stages finish their step and save; once more to stop at once")
             supervisor.stop()
+
+    def _obey(self, orders: Sequence[Order], supervisor: Supervisor) -> None:
+        """What the guards order; the first order to end a worker is the reason that is told."""
+        for order in orders:
+            worker = supervisor.workers.get(order.stage)
+            if order.action == "tell":
+                self._reporter.message(order.text)
+            elif worker is not None and order.stage not in self._halted:
+                self._halted[order.stage] = order
+                worker.send(signal.SIGTERM)
+                self._deadlines[order.stage] = time.monotonic() + PATIENCE_S
+        for name, at in list(self._deadlines.items()):
+            if at <= time.monotonic():  # it hangs
+                del self._deadlines[name]
+                if (worker := supervisor.workers.get(name)) is not None:
+                    worker.send(signal.SIGKILL)
 
     # ------------------------------------------------------------------ one stage
 
@@ -254,6 +214,7 @@ class _Execution:
             else:
                 self._fail(item, error, "")
         else:
+            self._guards.started(item, attempt)
             self._reporter.started(item.stage.name, attempt.number)
 
     def _check_resumed(self, item: PlannedStage, worker: Worker, step: int) -> None:
@@ -264,6 +225,10 @@ class _Execution:
 
     def _end(self, item: PlannedStage, worker: Worker) -> None:
         stage, attempt = self._run.stage(worker.stage), worker.attempt
+        for told in self._guards.ended(worker.stage):
+            self._reporter.message(told.text)
+        halted = self._halted.pop(worker.stage, None)
+        self._deadlines.pop(worker.stage, None)
         try:
             target = 1 if item.stage.settings.kind == "eval" else item.total_steps
             if worker.stage in self._restarted:
@@ -272,6 +237,8 @@ class _Execution:
                     f"{self._restarted[worker.stage]}: its saved state was not found",
                     hint=f"put {stage.state} back as it was, or start the stage anew with --rerun '{worker.stage}'",
                 )
+            if halted is not None and worker.exit_code() != 0:
+                raise StageFailed(halted.text, hint=halted.hint or RUN_AGAIN)
             result = judge(stage, worker, kind=item.stage.settings.kind, target=target)
             if result is None and not self._interrupted:
                 raise StageFailed("its worker was asked to stop, and saved its state", hint=RUN_AGAIN)
@@ -281,6 +248,8 @@ class _Execution:
             self._tracking.ended(stage, attempt, "KILLED" if killed else "FAILED", str(error), None)
             if killed and self._interrupted:
                 self._outcome.not_run[worker.stage] = "interrupted"
+            elif halted is None and worker.stage not in self._restarted and self._try_again(item, worker, error):
+                return
             else:
                 tell_failure(attempt, str(error), error.hint)
                 self._fail(item, error, log_tail(attempt))
@@ -295,6 +264,25 @@ class _Execution:
         self._reporter.finished(worker.stage, record)
         self._heed(worker.stage, broken)
         self._schedule.done(worker.stage)
+
+    def _try_again(self, item: PlannedStage, worker: Worker, error: OpdctlError) -> bool:
+        """Is the failure one that may pass? Then the stage goes on from its last save, a little later."""
+        settings, name = item.stage.settings.retry, item.stage.name
+        if self._interrupted or settings is None:
+            return False
+        again = self._retries.next(name, settings, worker.exit_code())
+        if again is None:
+            return False
+        stage = self._run.stage(name)
+        resumed = stage.unfinished() is not None
+        self._work[name] = replace(
+            item,
+            decision=Decision.RESUME if resumed else Decision.RUN,
+            resume_step=stage.state_step() if resumed else None,
+        )
+        self._again[name] = time.monotonic() + again.wait_s
+        self._reporter.message(f"{name}: {error}; tried again in {again.wait_s:.0f} s ({again.number} of {again.of})")
+        return True
 
     def _heed(self, stage: str, broken: Sequence[gates.Broken]) -> None:
         """Do what the gates say that a finished stage did not pass."""
@@ -348,6 +336,7 @@ class _Execution:
             argv=sys.argv,
             seconds=time.time() - worker.started,
             mlflow_run_id=self._tracking.run_id(worker.attempt),
+            accepted=self._launcher.accepted(item),
         )
 
 

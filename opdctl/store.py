@@ -60,6 +60,16 @@ class Attempt:
         return self.path / "events.jsonl"
 
     @property
+    def gate(self) -> Path:
+        """What the gate found, if it was asked in this attempt."""
+        return self.path / "gate.json"
+
+    @property
+    def alarms(self) -> Path:
+        """The watchdog's, a JSON object a line."""
+        return self.path / "alarms.jsonl"
+
+    @property
     def worker(self) -> Path:
         """Who works on it: written by `note_worker`."""
         return self.path / "worker.json"

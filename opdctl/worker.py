@@ -25,9 +25,12 @@ from typing import cast
 
 from opdctl.backends.contract import EXIT_STOPPED, Backend, Event, InputSpec, StageSpec, Stopped
 from opdctl.backends.events import EventWriter
-from opdctl.errors import OpdctlError, StageFailed
+from opdctl.errors import OpdctlError, StageFailed, StageRefused
+from opdctl.gate import check_files
+from opdctl.settings import GateSettings
 from opdctl.store import Attempt, write_json
 from opdctl.supervisor import EXIT_BUG, EXIT_FAILED, FULL_DISK, HELD_BACK, tell_failure
+from opdctl.verdicts import accept, write_verdicts
 
 
 class WorkerControl:
@@ -71,6 +74,7 @@ def _carry_out(backend: str, spec_path: Path, attempt: Attempt) -> int:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BACK)
         os.chdir(spec.workspace)  # where a verifier of the user's own is looked for
         _limit(spec)
+        _pass_gate(spec, control)
         result = cast(Backend, import_module(backend)).run(spec, control)
         write_json(Path(spec.result), asdict(result))
     except Stopped:
@@ -87,6 +91,24 @@ def _carry_out(backend: str, spec_path: Path, attempt: Attempt) -> int:
         _print_traceback()
         return EXIT_FAILED if full else EXIT_BUG
     return 0
+
+
+def _pass_gate(spec: StageSpec, control: WorkerControl) -> None:
+    """Raises StageRefused where a check refuses that was not accepted."""
+    if not spec.gate:
+        return
+    settings = GateSettings.model_validate(spec.gate["settings"])
+    found = check_files(spec, settings)
+    if settings.models:
+        found += import_module("opdctl.engine.gate").check_models(spec, settings, control)
+    verdicts = accept(found, settings.accept)
+    write_verdicts(Path(spec.gate["file"]), spec.gate["key"], verdicts)
+    if stopping := [verdict for verdict in verdicts if verdict.stops]:
+        names = " ".join(f"--accept {name}" for name in dict.fromkeys(verdict.check for verdict in stopping))
+        lines = [
+            f"the gate: {one.check}, {one.subject}: {one.outcome}: {one.evidence}; {one.remedy}" for one in stopping
+        ]
+        raise StageRefused("\n".join(lines), hint=f"mend it, or take it as it is: {names}")
 
 
 def _print_traceback() -> None:

@@ -54,6 +54,8 @@ def pipeline(stages, *, knobs=None, folder=None, name="toy", **more) -> Pipeline
         "tasks": {task: {"task": "chain", "domain": "math", "strides": given} for task, given in tasks.items()},
         "machine": {"slots": 2, "cpus": 2},
         "tracking": {"enabled": False},
+        "gate": {"enabled": False},  # there is nothing to ask a toy model
+        "retry": {"attempts": 0},
         "stages": stages,
         **more,
     }

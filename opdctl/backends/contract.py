@@ -42,6 +42,8 @@ class StageSpec:
     output: str  # empty folder to fill with what the stage publishes
     events: str  # file to append to
     result: str  # file to write last
+    # settings.GateSettings as `settings`, the `file` for verdicts and their `key`; empty: passed before, or off
+    gate: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,11 @@
 from typing import Any
 
 from opdctl.fields import AxisValue, Name, Seed, Settings
+from opdctl.settings.gate import GateSettings
 from opdctl.settings.model import ModelSettings
 from opdctl.settings.task import EffortSettings, TaskSettings
+from opdctl.settings.upkeep import Disk, Notify, Retention, Retry
+from opdctl.settings.watch import WatchSettings
 from opdctl.workers import Machine, Workers
 
 
@@ -27,4 +30,10 @@ class PipelineSettings(Settings):
     machine: Machine = Machine()
     workers: Workers = Workers()
     tracking: Tracking = Tracking()
+    gate: GateSettings = GateSettings()
+    watch: WatchSettings = WatchSettings()
+    retry: Retry = Retry()
+    retention: Retention = Retention()
+    notify: Notify = Notify()
+    disk: Disk = Disk()
     scale: dict[str, Any] = {}  # numbers that stages refer to as ${scale...}

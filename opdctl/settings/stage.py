@@ -6,6 +6,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from opdctl.fields import AxisValue, Name, Positive, Seed, Settings
 from opdctl.settings.eval import EvalSettings, SelectSettings
+from opdctl.settings.gate import GateSettings
 from opdctl.settings.harness import HarnessSettings
 from opdctl.settings.merge import MergeSettings
 from opdctl.settings.opd import OpdSettings
@@ -13,6 +14,8 @@ from opdctl.settings.rlvr import RlvrSettings
 from opdctl.settings.sample import SampleSettings
 from opdctl.settings.sft import SftSettings
 from opdctl.settings.task import EffortSettings, TaskSettings
+from opdctl.settings.upkeep import Retention, Retry
+from opdctl.settings.watch import WatchSettings
 from opdctl.workers import Resources
 
 
@@ -76,6 +79,10 @@ class _Stage(Settings):
     gates: list[Gate] = []
     resources: Resources = Resources()
     verl: dict[str, Any] = {}  # backend verl: raw overrides, verl's own key -> value; keys that opdctl sets are refused
+    gate: GateSettings | None = None  # this and the next three: the pipeline's where absent
+    watch: WatchSettings | None = None
+    retry: Retry | None = None
+    retention: Retention | None = None
     seed: Seed | None = None  # the pipeline's seed where absent
     tasks: dict[str, TaskSettings] = {}  # filled in from the pipeline: the definitions that `data.tasks` names
     efforts: EffortSettings | None = None  # filled in from the pipeline

@@ -1,0 +1,105 @@
+"""What looks after running stages: the watchdog, the gate's verdicts, the free disk. It orders, the runner carries out.
+
+All that it sees is left beside the attempt: `gate.json` by the worker, `alarms.jsonl` here.
+"""
+
+import json
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from opdctl.backends.contract import Event
+from opdctl.plan import Plan, PlannedStage
+from opdctl.store import Attempt
+from opdctl.verdicts import read_verdicts
+from opdctl.watchdog import Alarm, Watch
+
+DISK_S = 5.0  # between two looks at the free space
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Order:
+    stage: str
+    action: Literal["tell", "pause", "stop"]  # pause: save and end, the next run goes on; stop: the stage has failed
+    text: str
+    hint: str = ""
+
+
+@dataclass
+class _Guarded:
+    attempt: Attempt
+    watch: Watch | None
+    gate_told: bool = False
+
+
+class Guards:
+    """Of one `execute`."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._path, self._disk = plan.run.workspace.path, plan.pipeline.settings.disk
+        self._guarded: dict[str, _Guarded] = {}
+        self._looked = 0.0
+
+    def started(self, item: PlannedStage, attempt: Attempt) -> None:
+        settings, name = item.stage.settings, item.stage.name
+        watch = None
+        if settings.watch is not None and settings.watch.enabled:
+            watch = Watch(settings.kind, settings.watch, started=time.time())
+        self._guarded[name] = _Guarded(attempt, watch)
+
+    def seen(self, stage: str, event: Event) -> list[Order]:
+        """An event of the stage, in order."""
+        one = self._guarded[stage]
+        return [self._order(stage, one, alarm) for alarm in (one.watch.see(event) if one.watch else ())]
+
+    def turn(self) -> list[Order]:
+        """What no event tells; called some times a second."""
+        now = time.time()
+        orders: list[Order] = []
+        for stage, one in self._guarded.items():
+            orders += self._gate(stage, one)
+            orders += [self._order(stage, one, alarm) for alarm in (one.watch.tick(now) if one.watch else ())]
+        if now - self._looked >= DISK_S:
+            self._looked = now
+            orders += self._free()
+        return orders
+
+    def ended(self, stage: str) -> list[Order]:
+        """What the worker left to tell."""
+        one = self._guarded.pop(stage)
+        return list(self._gate(stage, one))
+
+    def _gate(self, stage: str, one: _Guarded) -> Iterator[Order]:
+        """Warnings and accepted refusals; a refusal ends the worker, which says so itself."""
+        if one.gate_told or (verdicts := read_verdicts(one.attempt.gate)) is None:
+            return
+        one.gate_told = True
+        for verdict in verdicts:
+            if verdict.outcome != "go" and not verdict.stops:
+                what = f"accepted, {verdict.outcome}" if verdict.accepted else str(verdict.outcome)
+                yield Order(stage, "tell", f"{stage}: gate: {verdict.check} ({what}): {verdict.evidence}")
+
+    def _order(self, stage: str, one: _Guarded, alarm: Alarm) -> Order:
+        with one.attempt.alarms.open("a") as stream:
+            stream.write(json.dumps(asdict(alarm)) + "\n")
+        text = f"{stage}: watchdog: {alarm.rule} at step {alarm.step}: {alarm.evidence}"
+        causes = f"likely: {'; '.join(alarm.causes)}; {alarm.runbook}" if alarm.causes else alarm.runbook
+        if alarm.action in ("pause", "stop"):
+            return Order(stage, "pause" if alarm.action == "pause" else "stop", text, causes)
+        return Order(stage, "tell", f"{text}; {causes}")
+
+    def _free(self) -> Iterator[Order]:
+        free = shutil.disk_usage(self._path).free / GIB
+        if free >= self._disk.reserve_gib:
+            return
+        for stage in self._guarded:
+            yield Order(
+                stage,
+                "pause",
+                f"{stage}: {free:.2f} GiB are free at {self._path}, less than disk.reserve_gib "
+                f"({self._disk.reserve_gib:g}): it saves and pauses",
+                "free space: opdctl gc says what can go; then run again (runbooks/disk-full.md)",
+            )

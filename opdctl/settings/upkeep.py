@@ -1,0 +1,57 @@
+"""What happens around a stage's training: retries, kept checkpoints, notifications. Nothing here enters an identity."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from opdctl.fields import Count, NonNegative, Positive, Settings
+
+
+class Retry(Settings):
+    """Of a stage whose worker died of something that may pass; never of one that was refused or told what is wrong."""
+
+    attempts: Annotated[int, Field(ge=0)] = 2  # further ones, of one `opdctl run`
+    wait_s: NonNegative = 5.0  # before the first of them
+    factor: Annotated[float, Field(ge=1)] = 3.0  # each waits this many times longer than the one before
+    exit_codes: list[int] = []  # that count as transient beside death by a signal
+
+
+class KeepBest(Settings):
+    metric: str
+    best: Literal["highest", "lowest"] = "highest"
+    count: Count = 1
+
+
+class Retention(Settings):
+    """Which of a stage's checkpoints `opdctl gc` leaves. Never touched: the one in force, teachers and parents of what
+    is kept, pinned ones, those in use, in any run of the workspace."""
+
+    keep_last: Annotated[int, Field(ge=0)] = 1  # of the replaced ones, the newest
+    keep_every: Annotated[int, Field(ge=0)] = 0  # every n-th publish; 0: none
+    keep_best: KeepBest | None = None
+
+
+NotifyOn = Literal["failed", "stopped", "finished", "refused"]
+
+
+class Notify(Settings):
+    """Who is told. The command gets one JSON document on its standard input, the webhook as the body of a POST."""
+
+    command: list[str] = []
+    webhook: str | None = None  # http(s); a header with a secret comes from the environment: `webhook_token_env`
+    webhook_token_env: str | None = None  # name of the variable whose value is sent as a bearer token
+    on: list[NotifyOn] = ["failed", "stopped", "finished", "refused"]
+    timeout_s: Positive = 10.0
+
+    @model_validator(mode="after")
+    def _reachable(self) -> "Notify":
+        if self.webhook is not None and not self.webhook.startswith(("http://", "https://")):
+            raise ValueError(f"webhook: '{self.webhook}' is no http or https address")
+        return self
+
+
+class Disk(Settings):
+    """Free space of the workspace's file system."""
+
+    reserve_gib: NonNegative = 0.1  # with less left, running stages save and pause, and none starts
+    forecast: Literal["refuse", "warn", "off"] = "refuse"  # where what is planned does not fit

@@ -1,0 +1,64 @@
+"""What the gate found, one verdict a check and subject, and what comes of it: go, warn, cold start first, refuse."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from opdctl.records import read_json, write_json
+from opdctl.settings import GateCheck
+
+
+class Outcome(StrEnum):
+    GO = "go"
+    WARN = "warn"
+    COLD_START = "cold start first"  # the stage would train, and likely diverge: refused, with another remedy
+    REFUSE = "refuse"
+
+    @property
+    def refuses(self) -> bool:
+        return self in (Outcome.COLD_START, Outcome.REFUSE)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    check: GateCheck
+    subject: str  # "sft -> max[domain=general]", "task chains"
+    outcome: Outcome
+    evidence: str  # what was seen, with the numbers and the threshold
+    remedy: str = ""  # what to do about it; empty for go
+    values: Mapping[str, float] = field(default_factory=dict)
+    accepted: bool = False  # it refuses, and was accepted by name
+
+    @property
+    def stops(self) -> bool:
+        return self.outcome.refuses and not self.accepted
+
+
+def accept(verdicts: Iterable[Verdict], names: Sequence[str]) -> list[Verdict]:
+    """With the refusals of these checks marked as accepted."""
+    return [
+        replace(verdict, accepted=verdict.outcome.refuses and verdict.check in names)  # warnings need no word
+        for verdict in verdicts
+    ]
+
+
+def write_verdicts(path: Path, key: str, verdicts: Sequence[Verdict]) -> None:
+    """`key` says what was judged: the same verdicts hold for a later attempt with the same key."""
+    write_json(path, {"key": key, "verdicts": [asdict(verdict) for verdict in verdicts]})
+
+
+def read_verdicts(path: Path, key: str | None = None) -> list[Verdict] | None:
+    """None where there are none (with that key), or the file was damaged."""
+    found = read_json(path, "key", "verdicts")
+    if found is None or key not in (None, found["key"]):
+        return None
+    try:
+        return [_verdict(given) for given in found["verdicts"]]
+    except (TypeError, ValueError):
+        return None
+
+
+def _verdict(given: Mapping[str, Any]) -> Verdict:
+    return Verdict(**{**given, "outcome": Outcome(given["outcome"])})
