@@ -28,6 +28,7 @@ GateCheck = Literal[
     "headroom",  # has the teacher something to teach on these prompts?
     "grader",
     "difficulty",  # prompts whose whole group passes, or fails
+    "loss_mask",  # demonstrations without a token to learn
 ]
 
 
@@ -42,6 +43,7 @@ class GateSettings(Settings):
     near: Positive = 0.04  # nats of reverse KL per token: one origin (seed document 001)
     far: Positive = 0.19  # a foreign, stronger teacher started here and diverged (seed document 001)
     overlap: Fraction = 0.72  # of the top 16 tokens: where successful distillations start (arXiv:2604.13016)
+    entropy_gap: Positive = 0.3  # nats: all the entropy that the student of MOPD has (arXiv:2606.30406)
     grader_rows: Count = 8  # of each task: reference, shuffled and empty answers are graded
     difficulty_prompts: Annotated[int, Field(ge=0)] = 8  # per task, `group_size` completions each
     difficulty: Fraction = 0.95  # more groups than this without a difference: warned
