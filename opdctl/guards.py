@@ -11,12 +11,14 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from opdctl.backends.contract import Event
-from opdctl.plan import Plan, PlannedStage
-from opdctl.store import Attempt
+from opdctl.backends.events import EventTail
+from opdctl.plan import Decision, Plan, PlannedStage
+from opdctl.settings import WatchSettings
+from opdctl.store import Attempt, StageDir
 from opdctl.verdicts import read_verdicts
 from opdctl.watchdog import Alarm, Watch
 
-DISK_S = 5.0  # between two looks at the free space
+LOOK_S = 5.0  # between two looks at the disk: its free space, and what was saved
 GIB = 1 << 30
 
 
@@ -30,8 +32,9 @@ class Order:
 
 @dataclass
 class _Guarded:
+    stage: StageDir
     attempt: Attempt
-    watch: Watch | None
+    watch: Watch
     gate_told: bool = False
 
 
@@ -39,32 +42,36 @@ class Guards:
     """Of one `execute`."""
 
     def __init__(self, plan: Plan) -> None:
-        self._path, self._disk = plan.run.workspace.path, plan.pipeline.settings.disk
+        self._run, self._disk = plan.run, plan.pipeline.settings.disk
+        self._path = plan.run.workspace.path
         self._guarded: dict[str, _Guarded] = {}
         self._looked = 0.0
 
     def started(self, item: PlannedStage, attempt: Attempt) -> None:
-        settings, name = item.stage.settings, item.stage.name
-        watch = None
-        if settings.watch is not None and settings.watch.enabled:
-            watch = Watch(settings.kind, settings.watch, started=time.time())
-        self._guarded[name] = _Guarded(attempt, watch)
+        settings, stage = item.stage.settings, self._run.stage(item.stage.name)
+        train = getattr(settings.config, "train", None)
+        watch = Watch(settings.kind, settings.watch or WatchSettings(), save_every=train.save_every if train else None)
+        if item.decision is Decision.RESUME:
+            watch.go_on(earlier_events(stage, attempt, item.resume_step))
+        self._guarded[stage.name] = _Guarded(stage, attempt, watch)
 
     def seen(self, stage: str, event: Event) -> list[Order]:
         """An event of the stage, in order."""
         one = self._guarded[stage]
-        return [self._order(stage, one, alarm) for alarm in (one.watch.see(event) if one.watch else ())]
+        return [self._order(stage, one, alarm) for alarm in one.watch.see(event)]
 
     def turn(self) -> list[Order]:
         """What no event tells; called some times a second."""
-        now = time.time()
+        now = time.monotonic()
         orders: list[Order] = []
-        for stage, one in self._guarded.items():
-            orders += self._gate(stage, one)
-            orders += [self._order(stage, one, alarm) for alarm in (one.watch.tick(now) if one.watch else ())]
-        if now - self._looked >= DISK_S:
+        if look := now - self._looked >= LOOK_S:
             self._looked = now
             orders += self._free()
+        for stage, one in self._guarded.items():
+            orders += self._gate(stage, one)
+            if look and (step := one.stage.state_step()) is not None:
+                one.watch.saved(step, now)
+            orders += [self._order(stage, one, alarm) for alarm in one.watch.tick(now)]
         return orders
 
     def ended(self, stage: str) -> list[Order]:
@@ -84,11 +91,12 @@ class Guards:
 
     def _order(self, stage: str, one: _Guarded, alarm: Alarm) -> Order:
         with one.attempt.alarms.open("a") as stream:
-            stream.write(json.dumps(asdict(alarm)) + "\n")
+            stream.write(json.dumps({**asdict(alarm), "time": time.time()}) + "\n")
         text = f"{stage}: watchdog: {alarm.rule} at step {alarm.step}: {alarm.evidence}"
-        causes = f"likely: {'; '.join(alarm.causes)}; {alarm.runbook}" if alarm.causes else alarm.runbook
+        causes = f"likely: {'; '.join(alarm.causes)}; see {alarm.runbook}"
         if alarm.action in ("pause", "stop"):
-            return Order(stage, "pause" if alarm.action == "pause" else "stop", text, causes)
+            go_on = f"to go on whatever it says: watch.{alarm.rule}.action=warn"
+            return Order(stage, "pause" if alarm.action == "pause" else "stop", text, f"{causes}; {go_on}")
         return Order(stage, "tell", f"{text}; {causes}")
 
     def _free(self) -> Iterator[Order]:
@@ -103,3 +111,21 @@ class Guards:
                 f"({self._disk.reserve_gib:g}): it saves and pauses",
                 "free space: opdctl gc says what can go; then run again (runbooks/disk-full.md)",
             )
+
+
+def earlier_events(stage: StageDir, attempt: Attempt, resume_step: int | None) -> list[Event]:
+    """Of the attempts before, the steps that a resumed one goes on from: the last attempt that began at the first
+    step, and those after it; what a later attempt says of a step is what counts."""
+    found: list[list[Event]] = []
+    for before in stage.attempts():
+        if before.number < attempt.number:
+            events = [event for event in EventTail(before.events).read() if event.phase == "train"]
+            found += [events] if events else []
+    if not found:
+        return []
+    first = min(events[0].step for events in found)
+    begun = max(at for at, events in enumerate(found) if events[0].step == first)
+    steps: dict[int, Event] = {}
+    for events in found[begun:]:
+        steps.update({event.step: event for event in events})
+    return [steps[step] for step in sorted(steps) if resume_step is None or step <= resume_step]

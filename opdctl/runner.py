@@ -65,6 +65,7 @@ class _Execution:
         self._outcome = Outcome()
         self._guards, self._retries = Guards(plan), Retries()
         self._halted: dict[str, Order] = {}  # stage -> why its worker was told to end
+        self._paused: list[str] = []
         self._deadlines: dict[str, float] = {}  # halted stage -> when its worker is killed
         self._again: dict[str, float] = {}  # failed stage -> when it is tried again
         self._restarted: dict[str, int] = {}  # resumed stage -> the step, too low, that it reported
@@ -123,14 +124,14 @@ class _Execution:
                 self._signals.at_second = supervisor.abandon
                 while self._turn(supervisor):
                     pass
-            if not self._interrupted:
+            if not self._interrupted and (self._outcome.failed or not self._paused):
                 status = "FAILED" if self._outcome.failed else "FINISHED"
         finally:
             left = self._tracking.close(status, wait_s=DRAIN_S, give_up=lambda: self._signals.count > 1)
         for text in (*self._tracking.complaints(), left):
             if text:
                 self._reporter.message(text)
-        return replace(self._outcome, interrupted=self._interrupted)
+        return replace(self._outcome, interrupted=self._interrupted or bool(self._paused))
 
     @property
     def _interrupted(self) -> bool:
@@ -238,6 +239,9 @@ class _Execution:
                     hint=f"put {stage.state} back as it was, or start the stage anew with --rerun '{worker.stage}'",
                 )
             if halted is not None and worker.exit_code() != 0:
+                if halted.action == "pause":
+                    self._pause(item, worker, halted)
+                    return
                 raise StageFailed(halted.text, hint=halted.hint or RUN_AGAIN)
             result = judge(stage, worker, kind=item.stage.settings.kind, target=target)
             if result is None and not self._interrupted:
@@ -264,6 +268,16 @@ class _Execution:
         self._reporter.finished(worker.stage, record)
         self._heed(worker.stage, broken)
         self._schedule.done(worker.stage)
+
+    def _pause(self, item: PlannedStage, worker: Worker, order: Order) -> None:
+        """The next run goes on from what it saved, or, if it hung, had saved before."""
+        name, stage = worker.stage, self._run.stage(worker.stage)
+        told = f"{order.text}; paused, saved at step {stage.state_step() or 0}"
+        self._tracking.ended(stage, worker.attempt, "KILLED", told, None)
+        self._paused.append(name)
+        self._outcome.not_run[name] = f"paused: {order.text}"
+        self._outcome.not_run.update(dict.fromkeys(self._schedule.failed(name), f"{name} is paused"))
+        self._reporter.message(f"{told}; {order.hint}")
 
     def _try_again(self, item: PlannedStage, worker: Worker, error: OpdctlError) -> bool:
         """Is the failure one that may pass? Then the stage goes on from its last save, a little later."""
