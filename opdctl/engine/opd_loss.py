@@ -71,14 +71,18 @@ class DistillLoss:
                 noted = distill_health(*pair, k=k)
                 loss, more = self._sampled(self.form, piece)
                 noted |= more
+        noted["teacher_entropy_share"] = noted["teacher_entropy"] / math.log(len(piece.teacher_head_VE))
         self._noted.append(noted)
         return loss
 
     def metrics(self) -> Metrics:
-        """Means over the tokens since last asked."""
+        """Means over the tokens since last asked; of the teacher's entropy also its part of ln V and its deviation, by
+        which a teacher that says the same of every token is known."""
         noted, self._noted = self._noted, []
         metrics = {name: float(torch.cat([part[name] for part in noted]).float().mean()) for name in noted[0]}
         metrics.pop("loss", None)  # the trainer's `loss` is the weighted one
+        spread = torch.cat([part["teacher_entropy"] for part in noted]).float().std(correction=0)
+        metrics["teacher_entropy_std"] = float(spread)
         metrics["entropy_gap"] = abs(metrics["teacher_entropy"] - metrics["student_entropy"])
         return metrics
 

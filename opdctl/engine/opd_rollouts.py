@@ -1,6 +1,7 @@
 """Rollout batches of on-policy distillation: who samples, which teacher scores a row, what the verifier adds to it."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from functools import partial
@@ -214,6 +215,9 @@ class Sampler:
             "tokens": float(sum(one.sequence.counted for one in drawn)),
         }
         metrics |= episode_metrics(one.episode for one in drawn)
+        if len(role(self.spec, "teachers")) > 1:  # rows of one teacher after another are seen by these
+            (most, count), *_ = Counter(one.teacher for one in drawn).most_common(1)
+            metrics |= {"teacher_share": count / len(drawn), "teacher_most": float(most)}
         return metrics | ({"left_out": 1.0 - len(kept) / len(drawn)} if self.settings.balance else {})
 
 

@@ -275,10 +275,12 @@ def _losses(experience: Experience, numbers: list[int], sampler: _Sampler) -> It
         loss_N, noted = policy_loss(
             settings.surrogate, settings.mismatch, policy_logprobs_N, old_N, infer_N, advantages_N, batch.sequence_N
         )
-        sampler.noted.append(noted)
         if kl_in_loss and sampler.reference is not None:
             reference_N = torch.cat(sampler.logprobs(sampler.reference, [experience.sequences[i] for i in chosen]))
-            loss_N = loss_N + settings.kl.coef * sampler.kl(policy_logprobs_N, reference_N)
+            penalty_N = sampler.kl(policy_logprobs_N, reference_N)
+            noted["reference_kl"] = penalty_N.detach()
+            loss_N = loss_N + settings.kl.coef * penalty_N
+        sampler.noted.append(noted)
         yield (
             aggregate(
                 loss_N,
