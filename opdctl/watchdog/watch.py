@@ -93,7 +93,7 @@ class Watch:
         if finding is None:
             if name in self._well:
                 self._well[name] += 1
-                if self._well[name] >= getattr(rule, "steps", 1):
+                if self._well[name] >= 2 * getattr(rule, "steps", 1):  # one good step among bad ones is not well
                     del self._well[name]
             return None
         told, self._well[name] = name in self._well, 0
@@ -107,6 +107,8 @@ class Watch:
         if not isinstance(rule, NoProgress) or self._heard is None:
             return None
         quiet, least, pace = now - self._heard, rule.least_s, 0.0
+        if quiet <= least:
+            return None
         if not self._pace or self._step >= self._total:
             least = max(least, rule.start_s)
         else:

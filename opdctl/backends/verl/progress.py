@@ -11,6 +11,12 @@ from typing import Any
 OURS = "opdctl/"  # the plug-in's own metrics: known to the embedded engine by the rest of the name
 THEIRS = "verl/"  # all that has no counterpart
 
+# share of the tokens whose weight the rule cut or masked: IcePop, a mask, TIS
+_MISMATCH = {
+    "rollout_corr/rollout_is_oob_ratio": "mismatch_fraction",
+    "rollout_corr/rollout_rs_masked_fraction": "mismatch_fraction",
+    "rollout_corr/rollout_is_ratio_fraction_high": "mismatch_fraction",
+}
 # verl's name -> the embedded engine's. Where a stage has several of the same meaning the first one counts.
 NAMES: Mapping[str, Mapping[str, str]] = {
     "sft": {
@@ -30,17 +36,20 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "critic/rewards/mean": "reward",
         "response_length/mean": "length",
         "response_length/clip_ratio": "truncated",  # verl counts an EOS in the very last place as cut too
+        **_MISMATCH,
     },
     "opd": {
         "actor/loss": "loss",
         "actor/grad_norm": "grad_norm",
         "actor/lr": "lr",
         "actor/entropy": "student_entropy",
-        "actor/distillation/reverse_kl": "reverse_kl",  # this and the next two as the plug-in's losses report them
+        "actor/distillation/reverse_kl": "reverse_kl",  # this and the next three as the plug-in's losses report them
         "actor/distillation/clip_fraction": "clip_fraction",
         "actor/distillation/overlap": "overlap",
+        "actor/distillation/ratio_clip_fraction": "ratio_clip_fraction",
         "response_length/mean": "length",
         "response_length/clip_ratio": "truncated",
+        **_MISMATCH,
     },
 }
 _TRAINED = {"sft": "train/loss", "rlvr": "training/global_step", "opd": "training/global_step"}

@@ -78,3 +78,10 @@ def test_the_last_error_of_a_log_is_found_behind_rays_prefix_and_colours():
     text = "ValueError: an earlier one\n\x1b[36m(TaskRunnerV1 pid=7)\x1b[0m torch.OutOfMemoryError: no room\nEnd\n"
     assert progress.last_error(text) == "torch.OutOfMemoryError: no room"
     assert progress.last_error("all is well") == ""
+
+
+@pytest.mark.parametrize("kind", ["rlvr", "opd"])
+@pytest.mark.parametrize("theirs", ["oob_ratio", "ratio_fraction_high"])
+def test_tokens_that_verls_mismatch_rule_cuts_are_counted_as_the_engines_are(kind, theirs):
+    found = progress.renamed(kind, {f"rollout_corr/rollout_is_{theirs}": 0.9, "rollout_corr/rollout_is_mean": 1.0})
+    assert found == {"mismatch_fraction": 0.9, "verl/rollout_corr/rollout_is_mean": 1.0}
