@@ -69,9 +69,10 @@ class Guards:
             orders += self._free()
         for stage, one in self._guarded.items():
             orders += self._gate(stage, one)
-            if look and (step := one.stage.state_step()) is not None:
-                one.watch.saved(step, now)
-            orders += [self._order(stage, one, alarm) for alarm in one.watch.tick(now)]
+            alarms = one.watch.tick(now)
+            if look:
+                alarms += one.watch.saved(one.stage.state_step(), now)
+            orders += [self._order(stage, one, alarm) for alarm in alarms]
         return orders
 
     def ended(self, stage: str) -> list[Order]:

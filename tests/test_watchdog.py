@@ -255,25 +255,20 @@ def test_a_save_that_does_not_come_is_told_and_one_that_does_ends_it():
     events = list(healthy("sft", 40))
     for event in events[:16]:
         watch.see(event)
-        now = 10.0 * event.step
-        found = watch.tick(now)
+        found = watch.saved(None, 10.0 * event.step)
         assert [alarm.rule for alarm in found] == (["save_too_old"] if event.step == 16 else [])
-    assert "nothing is saved yet" in found[0].evidence
-    watch.saved(16, 161.0)
+    assert "nothing is saved yet, 150 s and 16 steps ago (config.train.save_every: 5)" in found[0].evidence
     watch.see(events[16])
-    assert watch.tick(171.0) == []
+    assert watch.saved(17, 170.0) == []
 
 
 def test_a_save_of_many_hours_ago_is_told():
     watch = Watch("sft", WatchSettings(), save_every=1000)
     for event in list(healthy("sft", 40))[:10]:
         watch.see(event)
-    watch.saved(5, 0.0)
-    watch.tick(1.0)
-    watch.see(Event(11, 40, {}, "train", 110.0))
-    watch.tick(14000.0)
-    watch.see(Event(12, 40, {}, "train", 120.0))
-    assert [alarm.rule for alarm in watch.tick(14401.0)] == ["save_too_old"]
+    assert watch.saved(5, 0.0) == []
+    assert watch.saved(5, 14399.0) == []
+    assert [alarm.rule for alarm in watch.saved(5, 14401.0)] == ["save_too_old"]
 
 
 # ------------------------------------------------------------------------------------------------------- resumed

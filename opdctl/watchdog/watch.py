@@ -70,21 +70,20 @@ class Watch:
         self._pace.clear()
         self._seen_at, self._saved_step = None, self._step
 
-    def saved(self, step: int, now: float) -> None:
-        """The recovery state of a step is on disk. `now` as of `tick`."""
-        if step != self._saved_step or self._saved_at is None:
-            self._saved_step, self._saved_at = step, now
-            self._well.pop("save_too_old", None)
+    def saved(self, step: int | None, now: float) -> list[Alarm]:
+        """What the disk was found to hold: the recovery state of this step, or none. `now` as of `tick`."""
+        if self._saved_at is None or (step is not None and step != self._saved_step):
+            self._saved_step, self._saved_at = step or self._saved_step, now
+        alarm = self._judge("save_too_old", self._unsaved(now - self._saved_at))
+        return [] if alarm is None else [alarm]
 
     def tick(self, now: float) -> list[Alarm]:
-        """Alarms that no event raises: no progress, the last save too old. `now`: seconds of a steady clock, of which
-        only differences count: a clock that is set must not look like a stage that hangs."""
+        """Alarms that no event raises. `now`: seconds of a steady clock, of which only differences count: a clock that
+        is set must not look like a stage that hangs."""
         if self._heard is None:
             self._heard = now
-        if self._saved_at is None:
-            self._saved_at = now
-        found = [self._judge("no_progress", self._quiet(now)), self._judge("save_too_old", self._unsaved(now))]
-        return [alarm for alarm in found if alarm is not None]
+        alarm = self._judge("no_progress", self._quiet(now))
+        return [] if alarm is None else [alarm]
 
     def _judge(self, name: str, finding: Finding | None) -> Alarm | None:
         rule = self._rules.get(name)
@@ -119,11 +118,10 @@ class Watch:
         where = f"after step {self._step} of {self._total}" if self._step else "before the first step"
         return Finding(f"no event for {quiet:.0f} s {where}; {usual}", {"quiet_s": quiet, "step_s": pace})
 
-    def _unsaved(self, now: float) -> Finding | None:
-        rule = self._rules.get("save_too_old")
-        if not isinstance(rule, SaveTooOld) or self._saved_at is None or self._step <= self._saved_step:
+    def _unsaved(self, age: float) -> Finding | None:
+        rule, steps = self._rules.get("save_too_old"), self._step - self._saved_step
+        if not isinstance(rule, SaveTooOld) or steps <= 0:
             return None
-        steps, age = self._step - self._saved_step, now - self._saved_at
         late = self._save_every is not None and steps > rule.saves * self._save_every
         if not late and age <= rule.age_s:
             return None

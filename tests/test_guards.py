@@ -1,0 +1,167 @@
+"""Guards around real workers: warned of, paused, stopped, and ended where they hang."""
+
+import json
+import os
+import time
+
+import pytest
+import toy
+
+from opdctl import runner
+from opdctl.backends.contract import Event
+from opdctl.backends.events import EventTail, EventWriter
+from opdctl.guards import earlier_events
+from opdctl.store import StageDir
+
+STILL = {"plain": {"sleep_ms": 10, "still_from": 3}}
+
+
+def watched(folder, knobs, *, steps=12, stages=None, **watch):
+    return toy.pipeline(stages or {"sft": toy.sft(steps=steps)}, knobs=knobs, folder=folder, watch=watch)
+
+
+def alarms(wanted, name="sft"):
+    found = [attempt.alarms for attempt in toy.stage(wanted, name).attempts()]
+    return [json.loads(line) for path in found if path.exists() for line in path.read_text().splitlines()]
+
+
+def told(notes):
+    return [text for (text,) in notes.of("message")]
+
+
+@pytest.fixture
+def undisturbed(tmp_path):
+    wanted = toy.pipeline({"sft": toy.sft(steps=12)}, knobs={"plain": {}}, folder=tmp_path / "undisturbed")
+    toy.run(wanted)
+    return (toy.stage(wanted, "sft").checkpoint / "model.safetensors").read_bytes()
+
+
+def weights(wanted):
+    return (toy.stage(wanted, "sft").checkpoint / "model.safetensors").read_bytes()
+
+
+def test_a_warning_is_told_and_left_beside_the_attempt_and_the_stage_goes_on(tmp_path):
+    notes = toy.Notes()
+    wanted = watched(tmp_path, STILL, zero_gradient={"steps": 2})
+    assert toy.run(wanted, reporter=notes).done == ["sft"]
+    [alarm] = alarms(wanted)
+    assert (alarm["rule"], alarm["action"], alarm["step"]) == ("zero_gradient", "warn", 4)
+    [text] = [text for text in told(notes) if "watchdog" in text]
+    assert "sft: watchdog: zero_gradient at step 4: the gradient norm is 0" in text
+    assert "likely: " in text
+    assert "runbooks/entropy-collapse.md#zero-gradient" in text
+
+
+def test_a_healthy_stage_has_no_alarm(tmp_path):
+    notes = toy.Notes()
+    wanted = watched(tmp_path, {"plain": {"sleep_ms": 10}})
+    toy.run(wanted, reporter=notes)
+    assert (alarms(wanted), told(notes)) == ([], [])
+
+
+def test_a_paused_stage_saves_and_the_next_run_goes_on_to_the_same_weights(tmp_path, undisturbed):
+    notes = toy.Notes()
+    stages = {"sft": toy.sft(steps=12), "after": toy.sft("stage:sft")}
+    knobs = {"plain": {"sleep_ms": 30, "still_from": 3}}
+    wanted = watched(tmp_path, knobs, stages=stages, zero_gradient={"steps": 2, "action": "pause"})
+    first = toy.run(wanted, reporter=notes)
+    assert first.failed == {}
+    assert first.interrupted  # the command line says how to go on
+    assert first.not_run["sft"].startswith("paused: sft: watchdog: zero_gradient at step 4")
+    assert first.not_run["after"] == "sft is paused"
+    saved = toy.stage(wanted, "sft").state_step()
+    assert saved >= 4
+    [text] = [text for text in told(notes) if "paused, saved" in text]
+    assert "watch.zero_gradient.action=warn" in text
+
+    assert toy.run(wanted, reporter=notes).done == ["sft", "after"]
+    resumed = EventTail(toy.stage(wanted, "sft").attempts()[1].events).read()
+    assert resumed[0].step == saved + 1
+    assert weights(wanted) == undisturbed
+
+
+def test_a_stopped_stage_has_failed_with_the_evidence_and_is_not_tried_again_by_itself(tmp_path, undisturbed):
+    notes = toy.Notes()
+    knobs = {"plain": {"sleep_ms": 30, "nan_from": 4}}
+    wanted = toy.pipeline({"sft": toy.sft(steps=12)}, knobs=knobs, folder=tmp_path, retry={"attempts": 2, "wait_s": 0})
+    outcome = toy.run(wanted, reporter=notes)
+    assert list(outcome.failed) == ["sft"]
+    assert "not_finite at step 4: loss is nan (at step 3: loss 0." in outcome.failed["sft"]
+    assert len(toy.stage(wanted, "sft").attempts()) == 1
+    error = json.loads((toy.stage(wanted, "sft").attempts()[0].path / "error.json").read_text())
+    assert "not_finite" in error["message"]
+    assert "runbooks/diagnose-opd-divergence.md" in error["hint"]
+
+    assert toy.run(wanted).done == ["sft"]
+    assert weights(wanted) == undisturbed
+
+
+@pytest.mark.parametrize("action", ["stop", "pause"])
+def test_a_worker_that_hangs_is_ended_after_its_patience_and_goes_on_from_its_save(
+    tmp_path, monkeypatch, undisturbed, action
+):
+    monkeypatch.setattr(runner, "PATIENCE_S", 0.3)
+    knobs = {"plain": {"sleep_ms": 20, "hang_at": 5}}
+    wanted = watched(tmp_path, knobs, no_progress={"least_s": 1.0, "times": 5, "action": action})
+    began = time.monotonic()
+    outcome = toy.run(wanted)
+    assert time.monotonic() - began < 20
+    text = outcome.failed["sft"] if action == "stop" else outcome.not_run["sft"]
+    assert "no_progress at step 5: no event for 1 s after step 5 of 12" in text
+    [attempt] = toy.stage(wanted, "sft").attempts()
+    pid = json.loads(attempt.worker.read_text())["pid"]
+    assert not os.path.exists(f"/proc/{pid}")
+
+    assert toy.run(wanted).done == ["sft"]
+    assert weights(wanted) == undisturbed
+
+
+def test_other_stages_go_on_while_one_is_paused(tmp_path):
+    stages = {"sft": toy.sft(steps=12), "other": toy.sft(task="well", seed=1, steps=4)}
+    knobs = {"plain": {"sleep_ms": 30, "still_from": 1}, "well": {}}
+    wanted = watched(tmp_path, knobs, stages=stages, zero_gradient={"steps": 1, "action": "pause"})
+    outcome = toy.run(wanted)
+    assert outcome.done == ["other"]
+    assert list(outcome.not_run) == ["sft"]
+
+
+def test_a_full_disk_pauses_what_runs(tmp_path):
+    wanted = toy.pipeline(
+        {"sft": toy.sft(steps=100)},
+        knobs={"plain": {"sleep_ms": 30}},
+        folder=tmp_path,
+        disk={"reserve_gib": 1e9, "forecast": "off"},
+    )
+    outcome = toy.run(wanted)
+    assert "disk.reserve_gib" in outcome.not_run["sft"]
+    assert outcome.failed == {}
+
+
+# ------------------------------------------------------------------------------------------- what earlier attempts saw
+
+
+def attempt(stage: StageDir, steps, loss=0.0):
+    made = stage.new_attempt()
+    writer = EventWriter(made.events)
+    for step in steps:
+        writer.write(Event(step, 100, {"loss": loss}, "train", 1.0))
+    return made
+
+
+def test_a_resumed_attempt_is_told_the_events_of_its_curve_each_step_once(tmp_path):
+    stage = StageDir(tmp_path / "runs" / "r" / "stages" / "sft", "sft")
+    attempt(stage, range(1, 9), loss=1.0)  # another curve: the stage began anew
+    attempt(stage, range(1, 8), loss=2.0)
+    attempt(stage, [])  # died before a step
+    attempt(stage, range(5, 11), loss=3.0)  # resumed from step 4
+    now = stage.new_attempt()
+    found = earlier_events(stage, now, resume_step=8)
+    assert [(event.step, event.metrics["loss"]) for event in found] == [
+        *((step, 2.0) for step in range(1, 5)),
+        *((step, 3.0) for step in range(5, 9)),
+    ]
+
+
+def test_without_earlier_events_there_is_nothing_to_tell(tmp_path):
+    stage = StageDir(tmp_path / "runs" / "r" / "stages" / "sft", "sft")
+    assert earlier_events(stage, stage.new_attempt(), resume_step=3) == []
