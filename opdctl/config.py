@@ -10,13 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from opdctl import secrets
 from opdctl.composition import composition_problem, first_line, override_problem, yaml_problem
 from opdctl.errors import ConfigError
-from opdctl.fetch import DATA, DATA_FOLDER, MODELS, MODELS_FOLDER
+from opdctl.missing import missing_files
 from opdctl.pipeline import Pipeline, expand
 from opdctl.references import near_miss
-from opdctl.settings import FileTask, PublicTask, ToolTaskSettings
-from opdctl.tasks.shards import data_files
 from opdctl.templates import InstanceOverride, Late, marker
 from opdctl.validation import BROKEN
 
@@ -27,6 +26,7 @@ _INSTANCE = re.compile(r"^(?P<sign>\+\+|\+|~)?stages\.(?P<selector>[^.=\[\]]+\[[
 _KEY = re.compile(r"^(?P<sign>\+\+|\+|~)?(?P<key>[^=+~][^=]*)(?P<rest>=.*)?$", re.DOTALL)
 _EACH = re.compile(r"\$\{each\.([^{}]*)\}")
 _PLAIN = re.compile(r"\$\{([\w.-]+)\}")  # an interpolation without another inside
+_SECRET = re.compile("\0secret:(\\w+)\0")  # a secret while OmegaConf has it, see `_environment`
 
 
 def builtin_folder() -> Path:
@@ -43,6 +43,7 @@ def load_pipeline(path: str | Path, overrides: Sequence[str] = (), *, workspace:
     """
     file, source = _find(str(path))
     folder = Path(os.path.abspath(workspace or Path.cwd()))
+    _environment()
     confs = [conf for conf in (file.parent.parent / "conf", builtin_folder() / "conf") if conf.is_dir()]
     instances = [text for text in overrides if _INSTANCE.match(text)]
     plain = [_forced(text, confs) for text in overrides if not _INSTANCE.match(text)]
@@ -52,7 +53,7 @@ def load_pipeline(path: str | Path, overrides: Sequence[str] = (), *, workspace:
     tree = resolution.tree()
     parsed = [resolution.override(text) for text in instances]
     pipeline = expand(tree, parsed, source=source, folder=folder, problems=problems + resolution.problems)
-    if missing := list(_missing_files(pipeline)):
+    if missing := list(missing_files(pipeline)):
         raise ConfigError(missing, hint=f"relative paths start at the workspace, {folder}")
     return pipeline
 
@@ -155,6 +156,36 @@ def _one_seed(config: "DictConfig") -> Iterator[str]:
         yield from walk(whole, "")
 
 
+def _environment() -> None:
+    """`${oc.env:NAME}` and `${secret:NAME}` of a secret resolve to a reference; none of its letters enters a pipeline.
+
+    OmegaConf would read a reference as an interpolation, so that it is marked in another way until it is plain data.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.resolvers import oc
+
+    def marked(reference: str) -> str:
+        return secrets.REFERENCE.sub("\0secret:\\1\0", reference)
+
+    def env(name: str, *default: Any) -> Any:
+        reference = secrets.from_environment(name)
+        return oc.env(name, *default) if reference is None else marked(reference)
+
+    OmegaConf.register_new_resolver("oc.env", env, replace=True)
+    OmegaConf.register_new_resolver("secret", lambda name: marked(secrets.reference(name)), replace=True)
+
+
+def _referring(value: Any) -> Any:
+    match value:
+        case dict():
+            return {key: _referring(item) for key, item in value.items()}
+        case list():
+            return [_referring(item) for item in value]
+        case str():
+            return _SECRET.sub(r"${secret:\1}", value)
+    return value
+
+
 # ---------------------------------------------------------------------------------------------- resolution
 
 
@@ -239,6 +270,9 @@ class _Resolution:
             items = raw.items() if isinstance(raw, dict) else enumerate(raw)
             done = {part: self._resolve(node, part, value, f"{key}.{part}", axes) for part, value in items}
             return done if isinstance(raw, dict) else list(done.values())
+        if isinstance(raw, str) and "\0" in raw:  # stands for `${each.AXIS}` and the like from here on
+            self.failures.append((key, raw, "has a NUL character in it: leave it out"))
+            return BROKEN
         if not isinstance(raw, str) or "${" not in raw:
             return raw
         if _has_nested_each(raw):
@@ -278,7 +312,7 @@ class _Resolution:
 
         try:
             value = parent[name]
-            return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+            return _referring(OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value)
         except InterpolationToMissingValueError as error:
             missing = first_line(str(error)).rpartition(" ")[2]
             raise ConfigError(f"'{raw}' refers to {missing}, which is required, and not set") from error
@@ -329,48 +363,3 @@ def _has_nested_each(text: str) -> bool:
             return True
         depth += -1 if part[0] == "}" else 1
     return False
-
-
-# ---------------------------------------------------------------------------------------------- files
-
-
-def _missing_files(pipeline: Pipeline) -> Iterator[str]:
-    tasks = {name: task for stage in pipeline.stages.values() for name, task in stage.settings.tasks.items()}
-    for name, task in tasks.items():
-        for key in ("path", "eval_path") if isinstance(task, FileTask) else ():
-            given = getattr(task, key)
-            if given is None:
-                continue
-            try:
-                if "*" not in given and not (pipeline.folder / given).exists():
-                    raise ConfigError(f"tasks.{name}.{key}: no such file: {given}")
-                data_files(pipeline.folder / given, f"tasks.{name}.{key}")
-            except ConfigError as error:
-                yield f"{error} ({error.hint})" if error.hint else str(error)
-        for file in task.files().values() if isinstance(task, PublicTask) else ():
-            if not (pipeline.folder / file).is_file():
-                known = [data for data in DATA if file.startswith(f"{DATA_FOLDER}/{data}/")]
-                hint = f" (opdctl data fetch {known[0]} makes it)" if known else ""
-                yield f"tasks.{name}: no such file: {file}{hint}"
-        for key, given in task.files().items() if isinstance(task, ToolTaskSettings) else ():
-            if not (pipeline.folder / given).exists():
-                yield f"tasks.{name}.{key}: no such file: {given}"
-    for stage in pipeline.stages.values():
-        folder = getattr(stage.settings.config, "include_path", None)
-        if folder is not None and not (pipeline.folder / folder).is_dir():
-            yield f"stages.{stage.name}.config.include_path: no such folder: {folder}"
-    models: dict[tuple[str, str], str] = {}
-    for stage in pipeline.stages.values():
-        for item in stage.inputs:
-            if item.kind in ("path", "gguf"):
-                models.setdefault((item.kind, item.target), f"stages.{stage.name}.inputs.{item.role}")
-    for (kind, folder), key in models.items():
-        if kind == "gguf":
-            if not (pipeline.folder / folder).is_file():
-                yield f"{key}: no such file: {folder}"
-        elif not (pipeline.folder / folder).is_dir():
-            name = Path(folder).name
-            makes = name in MODELS and Path(folder).parent.name == MODELS_FOLDER
-            yield f"{key}: no such folder: {folder}" + (f" (opdctl model fetch {name} makes it)" if makes else "")
-        elif not (pipeline.folder / folder / "config.json").is_file():
-            yield f"{key}: {folder} is no model in Hugging Face format: it has no config.json"

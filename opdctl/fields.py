@@ -15,7 +15,7 @@ Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 
 
 def _axis_value(value: Any) -> Any:
-    if type(value) not in (str, int, float) or not re.match(NAME_PATTERN, str(value)):
+    if type(value) not in (str, int, float) or not re.fullmatch(NAME_PATTERN, str(value)):
         raise ValueError("must be a name (letters, digits and _ . -, starting with a letter or digit) or a number >= 0")
     return value
 

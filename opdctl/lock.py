@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime
@@ -16,6 +15,7 @@ from typing import Any
 from opdctl import processes
 from opdctl.errors import RunBusy
 from opdctl.records import disk_errors, read_json, write_json
+from opdctl.secrets import command_line
 
 PATIENCE_S = 30.0  # that an orphaned worker gets to save its state
 UNSIGNED_S = 1.0  # that whoever took the lock gets to sign it
@@ -105,7 +105,7 @@ def _sign(descriptor: int, path: Path) -> None:
         "pid": os.getpid(),
         "host": socket.gethostname(),
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "argv": sys.argv,
+        "argv": command_line(),
         "start": process_start(os.getpid()),
         "boot": processes.boot(),
     }

@@ -1,6 +1,7 @@
 """The declared pipeline: from a plain tree to stage instances that are checked and in order."""
 
 import heapq
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,10 +26,15 @@ from opdctl.references import (
     fan_out,
     near_miss,
 )
+from opdctl.secrets import REFERENCE, conceal
 from opdctl.settings import NAME_PATTERN, AnyStage, Foreach, PipelineSettings
 from opdctl.templates import InstanceOverride, apply, fill
 from opdctl.validation import REQUIRED, validate
 
+IN_THE_LOG = (
+    "has a secret in it, and verl prints its whole configuration into the log: export it as the environment variable "
+    "that the library reads (HF_TOKEN, WANDB_API_KEY, ...), and leave it out here"
+)
 KINDS: Mapping[str, type[AnyStage]] = {
     get_args(kind.model_fields["kind"].annotation)[0]: kind for kind in get_args(AnyStage)
 }
@@ -116,7 +122,7 @@ def expand(
     found = _Problems()
     for text in problems:
         found.add(text)
-    top = {key: value for key, value in tree.items() if key != "stages"}
+    top = conceal({key: value for key, value in tree.items() if key != "stages"})
     settings, defects = validate(PipelineSettings, top)
     for key, text in defects:
         found.add(f"{key}: {text}")
@@ -124,6 +130,7 @@ def expand(
     addresses = Addresses(draft.name for draft in drafts)
     _override(drafts, addresses, instance_overrides, found, settings)
     for draft in drafts:
+        draft.tree = conceal(draft.tree, f"stages.{draft.name}")
         draft.settings = _validated(draft, found)
     if settings is not None:
         _connect(drafts, addresses, settings, found)
@@ -219,6 +226,8 @@ def _validated(draft: _Draft, found: _Problems) -> AnyStage | None:
         found.add_all(draft, [("kind", f"'{kind}' is no kind of stage" + near_miss(kind, KINDS, "kinds"))])
         return None
     settings, defects = validate(KINDS[kind], tree)
+    if REFERENCE.search(json.dumps(tree.get("verl"))):
+        defects.append(("verl", IN_THE_LOG))
     if both := sorted(draft.each.keys() & (settings.labels.keys() if settings else set())):
         defects.append((f"labels.{both[0]}", "is an axis of foreach, so it has a value already"))
     found.add_all(draft, defects)

@@ -2,7 +2,6 @@
 
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import opdctl
-from opdctl import gates
+from opdctl import disk, gates, secrets
 from opdctl.backends.contract import StageResult
 from opdctl.errors import ConfigError, OpdctlError, StageFailed, StageRefused
 from opdctl.guards import Guards, Order
@@ -81,6 +80,7 @@ class _Execution:
         problems += check_data(self._pipeline, [item.stage for item in self._work.values()])
         if problems:
             raise ConfigError(problems)
+        disk.check(self._plan, self._reporter.message)
         read = {parent for item in self._work.values() for parent in item.stage.upstream()}
         for item in self._plan.stages:
             name = item.stage.name
@@ -103,7 +103,7 @@ class _Execution:
                 source=self._pipeline.source,
                 created=self._run.info.get("created") or now(),
                 opdctl_version=opdctl.__version__,
-                argv=sys.argv,
+                argv=secrets.command_line(),
                 user=getuser(),
             )
         for item in self._plan.stages:
@@ -347,7 +347,7 @@ class _Execution:
             created=now(),
             opdctl_version=opdctl.__version__,
             code=self._code,
-            argv=sys.argv,
+            argv=secrets.command_line(),
             seconds=time.time() - worker.started,
             mlflow_run_id=self._tracking.run_id(worker.attempt),
             accepted=self._launcher.accepted(item),

@@ -25,6 +25,7 @@ from opdctl.backends.contract import EXIT_STOPPED, Event, StageResult
 from opdctl.backends.events import EventTail
 from opdctl.errors import OpdctlError, StageFailed
 from opdctl.records import read_json, write_json
+from opdctl.secrets import redact
 from opdctl.store import Attempt, StageDir
 
 # Threads: the server makes none of its own (it forks), and waiting ones sleep instead of burning the cores that other
@@ -247,7 +248,7 @@ def log_tail(attempt: Attempt, lines: int = 20) -> str:
 def tell_failure(attempt: Attempt, message: str, hint: str) -> None:
     """Leave for later why an attempt failed. What a full disk has no room for is told by the caller alone."""
     with contextlib.suppress(OpdctlError):
-        write_json(error_file(attempt), {"message": message, "hint": hint})
+        write_json(error_file(attempt), {"message": redact(message), "hint": redact(hint)})
 
 
 def error_file(attempt: Attempt) -> Path:

@@ -27,6 +27,7 @@ from opdctl.backends.contract import EXIT_STOPPED, Backend, Event, InputSpec, St
 from opdctl.backends.events import EventWriter
 from opdctl.errors import OpdctlError, StageFailed, StageRefused
 from opdctl.gate import check_files
+from opdctl.secrets import redact, reveal
 from opdctl.settings import GateSettings
 from opdctl.store import Attempt, write_json
 from opdctl.supervisor import EXIT_BUG, EXIT_FAILED, FULL_DISK, HELD_BACK, tell_failure
@@ -113,11 +114,12 @@ def _pass_gate(spec: StageSpec, control: WorkerControl) -> None:
 
 def _print_traceback() -> None:
     with contextlib.suppress(OSError):  # a full disk
-        traceback.print_exc()
+        sys.stderr.write(redact(traceback.format_exc()))
 
 
 def read_spec(path: Path) -> StageSpec:
-    given = json.loads(path.read_text())
+    """With the secrets that the file only refers to."""
+    given = reveal(json.loads(path.read_text()))
     return StageSpec(**{**given, "inputs": [InputSpec(**item) for item in given["inputs"]]})
 
 

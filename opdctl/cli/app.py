@@ -104,10 +104,11 @@ def _settle_streams() -> None:
 
 def _keep_traceback(workspace: Path, text: str) -> Path:
     """Beside the runs if there are any and they can be written to, else in the temporary folder."""
-    from opdctl import __version__
+    from opdctl import __version__, secrets
 
     runs = workspace / "runs"
     folder = runs if runs.is_dir() and os.access(runs, os.W_OK) else Path(tempfile.gettempdir())
     path = folder / f"crash-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}.txt"
-    path.write_text(f"opdctl {__version__}, Python {sys.version}\n{' '.join(sys.argv)}\n\n{text}")
+    command = " ".join(secrets.command_line())
+    path.write_text(f"opdctl {__version__}, Python {sys.version}\n{command}\n\n{secrets.redact(text)}")
     return path

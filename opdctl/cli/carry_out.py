@@ -49,6 +49,7 @@ def run(
     from opdctl.console import make_console
     from opdctl.console.live import progress_display
     from opdctl.runner import execute
+    from opdctl.secrets import command_line
 
     with progress_display({item.stage.name: item.stage.settings.kind for item in planned.stages}) as display:
         outcome = execute(planned, reporter=display)
@@ -58,6 +59,7 @@ def run(
         again = ["opdctl", "run", pipeline, *(overrides or ()), "--run", planned.run.name]
         again += [part for stage in only or () for part in ("--only", stage)]
         again += ["--workspace", str(workspace)] if workspace != Path.cwd() else []
+        again = command_line(again)
         lead = "interrupted, the state is saved; " if outcome.interrupted else ""
         make_console(stderr=True).print(f"{lead}to go on from here: {shlex.join(again)}", soft_wrap=True)
         raise typer.Exit(130 if outcome.interrupted else 1)

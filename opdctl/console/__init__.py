@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from opdctl.errors import ConfigError, OpdctlError
+from opdctl.secrets import redact
 
 PIPE_WIDTH = 100  # columns where nobody says how wide the reader is; COLUMNS overrides
 
@@ -51,18 +52,22 @@ def _strict(value: Any) -> Any:
 def print_error(error: OpdctlError) -> None:
     """Message in red, one line a problem, then the hint."""
     console = make_console(stderr=True)
-    problems = error.problems if isinstance(error, ConfigError) else [str(error)]
+    problems = _problems(error)
     heading = "error: " if len(problems) == 1 else f"{len(problems)} errors:\n"
     lines = Text(heading, style="bold red")
     lines.append("\n".join(problems if len(problems) == 1 else [f"  {problem}" for problem in problems]), style="red")
     console.print(lines, soft_wrap=True)
     if error.hint:
-        console.print(Text.assemble(("hint: ", "bold"), error.hint), soft_wrap=True)
+        console.print(Text.assemble(("hint: ", "bold"), redact(error.hint)), soft_wrap=True)
 
 
 def error_data(error: OpdctlError) -> dict[str, Any]:
-    problems = error.problems if isinstance(error, ConfigError) else [str(error)]
-    return {"error": str(error), "problems": problems, "hint": error.hint, "exit_code": error.exit_code}
+    told = {"error": redact(str(error)), "problems": _problems(error), "hint": redact(error.hint)}
+    return told | {"exit_code": error.exit_code}
+
+
+def _problems(error: OpdctlError) -> list[str]:
+    return [redact(text) for text in (error.problems if isinstance(error, ConfigError) else [str(error)])]
 
 
 def plural(count: int, noun: str) -> str:

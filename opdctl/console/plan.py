@@ -8,7 +8,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from opdctl import gates
+from opdctl import disk, gates
 from opdctl.console import join, plural
 from opdctl.memory import GIB
 from opdctl.plan import Decision, Plan, PlannedStage
@@ -39,7 +39,12 @@ def plan_view(plan: Plan) -> RenderableType:
     for base, instances in groups.items():
         _add_group(table, base, instances)
     heading = Text.assemble((plan.pipeline.settings.name, "bold"), f", run {plan.run.name}: ", summary(plan.stages))
-    return Group(heading, "", table, *_pins(plan), *_formulas(plan.stages))
+    return Group(heading, "", table, *_disk(plan), *_pins(plan), *_formulas(plan.stages))
+
+
+def _disk(plan: Plan) -> list[RenderableType]:
+    found = disk.forecast(plan)
+    return ["", Text(disk.describe(found), style="" if found.fits else "bold red")] if found.stages else []
 
 
 def _pins(plan: Plan) -> list[RenderableType]:
@@ -66,6 +71,7 @@ def plan_data(plan: Plan) -> dict[str, Any]:
         "run": plan.run.name,
         "stages": [_stage_data(item) for item in plan.stages],
         "pins": dict(plan.pins),
+        "disk": disk.data(disk.forecast(plan)),
     }
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from opdctl.fields import Count, NonNegative, Positive, Settings
+from opdctl.secrets import reveal
 
 FIELDS = {"rubric": ("completion",), "pairwise": ("first", "second")}  # what a template has to show
 COMMON = ("prompt", "answer")  # what it may show: the task's prompt, and an answer that the task holds right
@@ -29,7 +30,9 @@ class Endpoint(Settings):
             raise ValueError(
                 "url: has a user or a password in it; name the environment variable of the key: key_variable"
             )
-        if not re.match(r"https?://\S+$", self.url):
+        if "@" in reveal(self.url):
+            raise ValueError("url: the variable it refers to has a user or a password in it; leave them out")
+        if not re.match(r"https?://\S+$", reveal(self.url)):
             raise ValueError("url: must begin with http:// or https:// and have no blanks")
         return self
 

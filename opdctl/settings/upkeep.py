@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from opdctl.fields import Count, NonNegative, Positive, Settings
+from opdctl.secrets import reveal
 
 
 class Retry(Settings):
@@ -45,7 +46,7 @@ class Notify(Settings):
 
     @model_validator(mode="after")
     def _reachable(self) -> "Notify":
-        if self.webhook is not None and not self.webhook.startswith(("http://", "https://")):
+        if self.webhook is not None and not reveal(self.webhook).startswith(("http://", "https://")):
             raise ValueError(f"webhook: '{self.webhook}' is no http or https address")
         return self
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from opdctl.pipeline import Pipeline
 from opdctl.records import Parent
+from opdctl.secrets import redact, reveal
 from opdctl.store import Attempt, Record, RunDir, StageDir
 from opdctl.tracking import journal
 from opdctl.tracking.journal import Ending, Entry, Status
@@ -100,7 +101,7 @@ def _target(pipeline: Pipeline, run: RunDir, pipeline_run: str) -> "Target":
     settings, workspace = pipeline.settings.tracking, run.workspace
     database = None if settings.uri else workspace.tracking_database
     return Target(
-        uri=settings.uri or f"sqlite:///{workspace.tracking_database}",
+        uri=reveal(settings.uri) or f"sqlite:///{workspace.tracking_database}",
         database=database,
         artifacts=(workspace.path / "mlartifacts").as_uri() if database else None,
         experiment=settings.experiment or pipeline.settings.name,
@@ -152,7 +153,7 @@ class Tracker:
 
     def ended(self, stage: StageDir, attempt: Attempt, status: Status, message: str, record: Record | None) -> None:
         published = journal.published(stage, record) if record else None
-        journal.end(attempt, Ending(status, time.time(), message, published))
+        journal.end(attempt, Ending(status, time.time(), redact(message), published))
         with self._lock:
             self._running.discard(stage.name)
 
@@ -176,7 +177,7 @@ class Tracker:
             return ""
         waiting = ", ".join(self._open) or "the end of the run"
         why = f": {self._error}" if self._error else ""
-        return f"not yet in MLflow at {self._target.uri}: {waiting}{why}; the next run of this pipeline tells it"
+        return f"not yet in MLflow at {redact(self._target.uri)}: {waiting}{why}; the next run of this pipeline tells it"
 
     # ------------------------------------------------------------------ the thread's side
 
@@ -215,10 +216,10 @@ class Tracker:
         return writer
 
     def _complain(self, error: BaseException) -> None:
-        text = next(iter(str(error).splitlines()), "") or type(error).__name__
+        text = redact(next(iter(str(error).splitlines()), "") or type(error).__name__)
         if not self._error:
             self._complaints.put(
-                f"tracking: MLflow at {self._target.uri} does not answer as it should ({text}); "
+                f"tracking: MLflow at {redact(self._target.uri)} does not answer as it should ({text}); "
                 "training goes on, and what is missing there is told later"
             )
         self._error = text
