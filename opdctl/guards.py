@@ -3,20 +3,20 @@
 All that it sees is left beside the attempt: `gate.json` by the worker, `alarms.jsonl` here.
 """
 
-import json
+import contextlib
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Literal
 
 from opdctl.backends.contract import Event
-from opdctl.backends.events import EventTail
 from opdctl.plan import Decision, Plan, PlannedStage
 from opdctl.settings import WatchSettings
 from opdctl.store import Attempt, StageDir
 from opdctl.verdicts import read_verdicts
 from opdctl.watchdog import Alarm, Watch
+from opdctl.watchdog.history import earlier_events, note_alarm
 
 LOOK_S = 5.0  # between two looks at the disk: its free space, and what was saved
 GIB = 1 << 30
@@ -91,8 +91,8 @@ class Guards:
                 yield Order(stage, "tell", f"{stage}: gate: {verdict.check} ({what}): {verdict.evidence}")
 
     def _order(self, stage: str, one: _Guarded, alarm: Alarm) -> Order:
-        with one.attempt.alarms.open("a") as stream:
-            stream.write(json.dumps({**asdict(alarm), "time": time.time()}) + "\n")
+        with contextlib.suppress(OSError):  # of a full disk: it is told all the same
+            note_alarm(one.attempt, alarm)
         text = f"{stage}: watchdog: {alarm.rule} at step {alarm.step}: {alarm.evidence}"
         causes = f"likely: {'; '.join(alarm.causes)}; see {alarm.runbook}"
         if alarm.action in ("pause", "stop"):
@@ -112,21 +112,3 @@ class Guards:
                 f"({self._disk.reserve_gib:g}): it saves and pauses",
                 "free space: opdctl gc says what can go; then run again (runbooks/disk-full.md)",
             )
-
-
-def earlier_events(stage: StageDir, attempt: Attempt, resume_step: int | None) -> list[Event]:
-    """Of the attempts before, the steps that a resumed one goes on from: the last attempt that began at the first
-    step, and those after it; what a later attempt says of a step is what counts."""
-    found: list[list[Event]] = []
-    for before in stage.attempts():
-        if before.number < attempt.number:
-            events = [event for event in EventTail(before.events).read() if event.phase == "train"]
-            found += [events] if events else []
-    if not found:
-        return []
-    first = min(events[0].step for events in found)
-    begun = max(at for at, events in enumerate(found) if events[0].step == first)
-    steps: dict[int, Event] = {}
-    for events in found[begun:]:
-        steps.update({event.step: event for event in events})
-    return [steps[step] for step in sorted(steps) if resume_step is None or step <= resume_step]

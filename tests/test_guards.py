@@ -10,8 +10,9 @@ import toy
 from opdctl import runner
 from opdctl.backends.contract import Event
 from opdctl.backends.events import EventTail, EventWriter
-from opdctl.guards import earlier_events
 from opdctl.store import StageDir
+from opdctl.watchdog import Alarm
+from opdctl.watchdog.history import alarms_of, earlier_events, note_alarm
 
 STILL = {"plain": {"sleep_ms": 10, "still_from": 3}}
 
@@ -21,8 +22,7 @@ def watched(folder, knobs, *, steps=12, stages=None, **watch):
 
 
 def alarms(wanted, name="sft"):
-    found = [attempt.alarms for attempt in toy.stage(wanted, name).attempts()]
-    return [json.loads(line) for path in found if path.exists() for line in path.read_text().splitlines()]
+    return [alarm for _, alarm in alarms_of(toy.stage(wanted, name))]
 
 
 def told(notes):
@@ -45,7 +45,7 @@ def test_a_warning_is_told_and_left_beside_the_attempt_and_the_stage_goes_on(tmp
     wanted = watched(tmp_path, STILL, zero_gradient={"steps": 2})
     assert toy.run(wanted, reporter=notes).done == ["sft"]
     [alarm] = alarms(wanted)
-    assert (alarm["rule"], alarm["action"], alarm["step"]) == ("zero_gradient", "warn", 4)
+    assert (alarm.rule, alarm.action, alarm.step) == ("zero_gradient", "warn", 4)
     [text] = [text for text in told(notes) if "watchdog" in text]
     assert "sft: watchdog: zero_gradient at step 4: the gradient norm is 0" in text
     assert "likely: " in text
@@ -165,3 +165,14 @@ def test_a_resumed_attempt_is_told_the_events_of_its_curve_each_step_once(tmp_pa
 def test_without_earlier_events_there_is_nothing_to_tell(tmp_path):
     stage = StageDir(tmp_path / "runs" / "r" / "stages" / "sft", "sft")
     assert earlier_events(stage, stage.new_attempt(), resume_step=3) == []
+
+
+def test_alarms_are_read_back_of_the_attempts_of_the_curve_and_damaged_lines_passed_over(tmp_path):
+    stage = StageDir(tmp_path / "runs" / "r" / "stages" / "sft", "sft")
+    first, second, third = (Alarm(name, "warn", 3, "e", ("c",), "r", {"x": 1.0}) for name in ("a", "b", "c"))
+    note_alarm(attempt(stage, range(1, 9)), first)  # another curve
+    note_alarm(begun := attempt(stage, range(1, 8)), second)
+    with begun.alarms.open("a") as stream:
+        stream.write('{"rule": "torn"\n[]\n')
+    note_alarm(attempt(stage, range(5, 11)), third)
+    assert alarms_of(stage) == [(2, second), (3, third)]

@@ -178,8 +178,14 @@ def stage_kinds(run: "RunDir") -> dict[str, str]:
 
 
 def stage_lines(run: "RunDir") -> list["StageLine"]:
+    from opdctl.watchdog.history import alarms_of
+
     stages = run.read_pipeline().get("stages", {})
-    return [_stage_line(run.stage(name), kind, stages[name].get("gates")) for name, kind in stage_kinds(run).items()]
+    lines = [(run.stage(name), kind, stages[name].get("gates")) for name, kind in stage_kinds(run).items()]
+    return [
+        replace(_stage_line(stage, kind, gates), alarms=[alarm for _, alarm in alarms_of(stage)])
+        for stage, kind, gates in lines
+    ]
 
 
 def record_notes(stage: "StageDir", gates: "Sequence[Gate]", record: "Record") -> str:

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from opdctl.console.metrics import duration, key_metrics
+from opdctl.watchdog import Alarm
 
 STATE_STYLES = {
     "done": "green",
@@ -39,6 +40,7 @@ class StageLine:
     metrics: Mapping[str, float] = field(default_factory=dict)
     note: str = ""
     checkpoint: str = ""
+    alarms: Sequence[Alarm] = ()  # of the watchdog, in the attempts that made its curve
 
 
 def _grid(*titles: str, right: Sequence[str] = ()) -> Table:
@@ -61,6 +63,16 @@ def stages_table(lines: Sequence[StageLine]) -> RenderableType:
             "" if line.seconds is None else duration(line.seconds),
             f"{last}  {line.note}".strip() if line.note else last,
         )
+    alarms = [(line.stage, alarm) for line in lines for alarm in line.alarms]
+    return Group(table, "", alarms_table(alarms)) if alarms else table
+
+
+def alarms_table(alarms: Sequence[tuple[str, Alarm]]) -> RenderableType:
+    """Of (stage, alarm): what the watchdog told, and where to read on."""
+    table = _grid("stage", "alarm", "")
+    for stage, alarm in alarms:
+        named = Text(f"{alarm.rule} ({alarm.action})", style="yellow" if alarm.action == "warn" else "bold red")
+        table.add_row(stage, named, f"at step {alarm.step}: {alarm.evidence}; {alarm.runbook}")
     return table
 
 

@@ -40,6 +40,7 @@ def report_page(story: Story, lines: Sequence[StageLine], comparison: Comparison
         _stages(story, lines),
     ]
     parts += _decisions(story)
+    parts += _alarms(lines)
     parts.append(heading(2, "What each stage minimised"))
     parts += _formulas(story)
     parts.append(heading(2, "Learning"))
@@ -141,6 +142,24 @@ def _decisions(story: Story) -> Iterator[Html]:
     if rows:
         yield heading(2, "Decisions")
         yield table(["stage", Cell("what", style="text"), Cell("outcome", style="text")], rows)
+
+
+def _alarms(lines: Sequence[StageLine]) -> Iterator[Html]:
+    rows: list[list[str | Cell]] = [
+        [
+            line.stage,
+            Cell(f"{alarm.rule} ({alarm.action})", style="text"),
+            f"{alarm.step:,}",
+            Cell(alarm.evidence, style="wrap" if alarm.action == "warn" else "wrap bad"),
+            Cell(f"{'; '.join(alarm.causes)}; see {alarm.runbook}", style="wrap"),
+        ]
+        for line in lines
+        for alarm in line.alarms
+    ]
+    if rows:
+        yield heading(2, "Alarms of the watchdog")
+        titles: list[str | Cell] = ["stage", Cell("rule", style="text"), "step"]
+        yield table([*titles, Cell("what was seen", style="text"), Cell("likely causes", style="text")], rows)
 
 
 def _bases(story: Story) -> dict[str, list[Chapter]]:

@@ -6,6 +6,9 @@ import subprocess
 import sys
 import time
 
+from opdctl.watchdog import Alarm
+from opdctl.watchdog.history import note_alarm
+
 MAX = "max[domain=general]"
 
 
@@ -50,6 +53,23 @@ def test_status_says_what_came_of_an_attempt_later_than_the_checkpoint(call, fin
     stages = {stage["stage"]: stage for stage in json.loads(call("status", "first", "--json")[1])["stages"]}
     assert (stages["sft"]["state"], stages["sft"]["note"]) == ("done", "attempt 2, later, failed: the grader broke")
     assert stages[MAX]["note"] == ""
+
+
+def test_status_and_report_tell_the_alarms_of_a_stage(call, finished, workspace):
+    alarm = Alarm("truncated", "pause", 40, "97% of the completions are cut", ("too low a limit",), "runbooks/a.md#b")
+    note_alarm(finished.stage("low").attempts()[-1], alarm)
+
+    out = " ".join(call("status", "first")[1].split())
+    assert "low truncated (pause) at step 40: 97% of the completions are cut; runbooks/a.md#b" in out
+    told = json.loads(call("status", "first", "--json")[1])["stages"]
+    assert {stage["stage"]: [one["rule"] for one in stage["alarms"]] for stage in told} == {
+        "sft": [], "max[domain=general]": [], "low": ["truncated"], "eval": [],
+    }  # fmt: skip
+
+    assert call("report", "first", "--out", "page.html")[0] == 0
+    page = (workspace / "page.html").read_text()
+    assert "97% of the completions are cut" in page
+    assert "too low a limit; see runbooks/a.md#b" in page
 
 
 def test_a_run_is_busy_between_two_workers(call, finished):

@@ -1,0 +1,58 @@
+"""What is on disk of a stage's attempts: their events, and the alarms that were told."""
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from opdctl.backends.contract import Event
+from opdctl.backends.events import EventTail
+from opdctl.store import Attempt, StageDir
+from opdctl.watchdog.watch import Alarm
+
+
+def note_alarm(attempt: Attempt, alarm: Alarm) -> None:
+    """One JSON object a line, with the `time` (seconds since the epoch). Raises OSError on a full disk."""
+    with attempt.alarms.open("a") as stream:
+        stream.write(json.dumps({**asdict(alarm), "time": time.time()}) + "\n")
+
+
+def alarms_of(stage: StageDir) -> list[tuple[int, Alarm]]:
+    """(attempt, alarm) of the attempts that made the stage's curve, oldest first; damaged lines are passed over."""
+    return [(attempt.number, alarm) for attempt in _curve(stage.attempts()) for alarm in _read(attempt.alarms)]
+
+
+def earlier_events(stage: StageDir, attempt: Attempt, resume_step: int | None) -> list[Event]:
+    """The steps that a resumed attempt goes on from; what a later attempt says of a step is what counts."""
+    steps: dict[int, Event] = {}
+    for before in _curve([one for one in stage.attempts() if one.number < attempt.number]):
+        steps.update({event.step: event for event in _steps(before)})
+    return [steps[step] for step in sorted(steps) if resume_step is None or step <= resume_step]
+
+
+def _curve(attempts: list[Attempt]) -> list[Attempt]:
+    """The last attempt that began at the first step, and those after it."""
+    begun = {one.number: first.step for one in attempts if (first := next(_steps(one), None)) is not None}
+    if not begun:
+        return attempts[-1:]
+    start = max(number for number, step in begun.items() if step == min(begun.values()))
+    return [one for one in attempts if one.number >= start]
+
+
+def _steps(attempt: Attempt) -> Iterator[Event]:
+    return (event for event in EventTail(attempt.events).read() if event.phase == "train")
+
+
+def _read(path: Path) -> Iterator[Alarm]:
+    try:
+        lines = path.read_text(errors="replace").splitlines()
+    except FileNotFoundError:
+        return
+    for line in lines:
+        try:
+            given = json.loads(line)
+            given.pop("time", None)
+            yield Alarm(**{**given, "causes": tuple(given["causes"])})
+        except (ValueError, TypeError, KeyError, AttributeError):
+            continue
