@@ -1,6 +1,7 @@
 """What files from outside contain, remembered so that a plan need not read them again."""
 
 import os
+from collections.abc import Mapping
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,6 +15,15 @@ _MODEL_SUFFIXES = {".json", ".safetensors", ".txt", ".model", ".jinja"}
 def installed(package: str) -> str | None:
     """Its version; None where it is missing."""
     return version(package) if find_spec(package) else None
+
+
+def model_of(files: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """What `Digests.model` says of a checkpoint, from the files that its record lists."""
+    return {name: str(files[name]["sha256"]) for name in sorted(files) if _makes_model(name)}
+
+
+def _makes_model(name: str) -> bool:
+    return "/" not in name and Path(name).suffix in _MODEL_SUFFIXES and name != RECORD
 
 
 class Digests:
@@ -44,8 +54,8 @@ class Digests:
 
     def model(self, folder: Path) -> dict[str, str]:
         """Of all files that make a model in Hugging Face format."""
-        names = sorted(path.name for path in folder.iterdir() if path.suffix in _MODEL_SUFFIXES)
-        return {name: self.file(folder / name) for name in names if name != RECORD}
+        names = sorted(path.name for path in folder.iterdir() if _makes_model(path.name))
+        return {name: self.file(folder / name) for name in names}
 
     def save(self) -> None:
         """Only beside runs that exist: a plan makes no folder."""

@@ -1,14 +1,21 @@
 """Where a checkpoint came from: the records of its ancestors, back to the models that nothing here made.
 
 A record names its parents by the ids of their records, so a checkpoint that was replaced since is still found as it
-was when it was read.
+was when it was read. A model that was read as a folder (`path:`) is known by the digests of its files: if a checkpoint
+of the workspace has the same, that one is the parent, wherever the folder was.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from opdctl.records import SELECTION, Parent, Record, read_json
+from opdctl.digests import model_of
+from opdctl.ledger import Deleted
+from opdctl.records import SELECTION, Parent, Record, parse_record, read_json
 from opdctl.store import StageDir, Workspace
+
+IMPORT = "import"  # kind of a checkpoint that was adopted from outside
 
 
 @dataclass(frozen=True)
@@ -40,33 +47,101 @@ class Node:
         return not self.kind and self.note != ""
 
 
+# ------------------------------------------------------------------------------------------------- who read what
+
+
+class Models:
+    """Checkpoints by the digests of their files, to find those that were read as folders."""
+
+    def __init__(self, records: Iterable[Record]) -> None:
+        self._known: dict[str, list[str]] = {}
+        for record in records:
+            if files := model_of(record.files):
+                self._known.setdefault(_digest(files), []).append(record.id)
+
+    def ancestors(self, record: Record) -> Iterator[tuple[Parent, list[str]]]:
+        """Each parent, and the ids of the records that may be it; none for a model from outside."""
+        for parent, identity in zip(record.parents, _identities(record), strict=True):
+            if parent.record_id:
+                yield parent, [parent.record_id]
+            else:
+                found = self._known.get(_digest(identity), []) if isinstance(identity, Mapping) else []
+                yield parent, [record_id for record_id in found if record_id != record.id]
+
+
+def _digest(files: Mapping[str, Any]) -> str:
+    return json.dumps(files, sort_keys=True)
+
+
+def _identities(record: Record) -> list[Any]:
+    """What the identity says of each parent: of a folder its files and their sha256; None where it says nothing."""
+    inputs, seen = record.identity.get("inputs"), dict[str, int]()
+    found: list[Any] = []
+    for parent in record.parents:
+        listed = inputs.get(parent.role) if isinstance(inputs, Mapping) else None
+        at = seen[parent.role] = seen.get(parent.role, -1) + 1
+        entry = listed[at] if isinstance(listed, list) and at < len(listed) else None
+        found.append(entry.get("model") if isinstance(entry, Mapping) else None)
+    return found
+
+
+def records(workspace: Workspace) -> Iterator[Record]:
+    """Of every checkpoint of the workspace that can be read, whatever has become of its files."""
+    for stage in workspace.stages():
+        for one in stage.published():
+            if isinstance(found := parse_record(one.checkpoint), Record):
+                yield found
+
+
+# ------------------------------------------------------------------------------------------------------ the graph
+
+
 def trace(workspace: Workspace, roots: Sequence[StageDir]) -> dict[str, Node]:
     """The graph above some finished stages, keyed by record id: each root, then its ancestors."""
-    nodes: dict[str, Node] = {}
-    waiting: list[StageDir] = list(roots)
+    tracer = _Tracer(workspace)
+    waiting: list[tuple[StageDir | None, Record]] = [(root, record) for root in roots if (record := root.record())]
     while waiting:
-        stage = waiting.pop(0)
-        record = stage.record()
-        if record is None or record.id in nodes:
+        stage, record = waiting.pop(0)
+        if record.id in tracer.nodes:
             continue
-        nodes[record.id] = _node(stage, record)
-        for parent in record.parents:
-            key = _key(parent)
-            if key in nodes:
+        waiting += tracer.add(stage, record)
+    return tracer.nodes
+
+
+class _Tracer:
+    def __init__(self, workspace: Workspace) -> None:
+        self.nodes: dict[str, Node] = {}
+        self._workspace = workspace
+        self._models: Models | None = None
+
+    def add(self, stage: StageDir | None, record: Record) -> list[tuple[StageDir | None, Record]]:
+        """Note a checkpoint, without a stage one that gc deleted; returns its parents that have records."""
+        if self._models is None and any(_a_folder(parent) for parent in record.parents):
+            self._models = Models(records(self._workspace))
+        found = (self._models or Models([])).ancestors(record)
+        keyed = [(parent, ids[0] if ids else parent.ref) for parent, ids in found]
+        edges = [Edge(parent.role, key, parent.label) for parent, key in keyed]
+        self.nodes[record.id] = _node(stage, record, edges, self._workspace.ledger.find_deleted(record.id))
+        further: list[tuple[StageDir | None, Record]] = []
+        for parent, key in keyed:
+            if key in self.nodes:
                 continue
-            source = workspace.checkpoint(key) if parent.record_id else None
-            if source is not None and source.record() is not None:
-                waiting.append(source)
+            source = self._workspace.checkpoint(key) if key != parent.ref else None
+            if source is not None and (read := source.record()) is not None:
+                further.append((source, read))
+            elif source is None and key != parent.ref and (gone := self._workspace.ledger.find_deleted(key)):
+                further.append((None, gone.record))
             else:
-                nodes[key] = _outside(parent)
-    return nodes
+                self.nodes[key] = _outside(parent)
+        return further
 
 
-def _key(parent: Parent) -> str:
-    return parent.record_id or parent.ref
+def _a_folder(parent: Parent) -> bool:
+    return parent.record_id is None and parent.ref.startswith("path:")
 
 
-def _node(stage: StageDir, record: Record) -> Node:
+def _node(stage: StageDir | None, record: Record, edges: Sequence[Edge], gone: Deleted | None) -> Node:
+    deleted = [f"deleted by gc on {gone.when[:10]}"] if stage is None and gone else []
     return Node(
         key=record.id,
         title=record.stage,
@@ -75,10 +150,10 @@ def _node(stage: StageDir, record: Record) -> Node:
         step=record.step,
         seconds=record.seconds,
         created=record.created,
-        path=str(stage.checkpoint),
+        path=str(stage.checkpoint) if stage else "",
         metrics=record.metrics,
-        note=", ".join(_notes(stage, record)),
-        parents=[Edge(parent.role, _key(parent), parent.label) for parent in record.parents],
+        note=", ".join([*_notes(stage, record), *deleted]),
+        parents=edges,
     )
 
 
@@ -90,7 +165,11 @@ def _outside(parent: Parent) -> Node:
     )
 
 
-def _notes(stage: StageDir, record: Record) -> Iterator[str]:
+def _notes(stage: StageDir | None, record: Record) -> Iterator[str]:
+    if record.kind == IMPORT:
+        yield from (f"{name} {value}" for name, value in record.labels.items())
+    if stage is None:
+        return
     if selection := read_json(stage.checkpoint / SELECTION, "winner"):
         yield f"is {selection['winner']}"
     if _replaced(stage, record):

@@ -53,6 +53,29 @@ def held(path: Path) -> bool:
     return holder is not None and holder["host"] == socket.gethostname() and _lives(holder)
 
 
+def abandoned(path: Path) -> str:
+    """Whose signature the lock still carries although it ended without taking it back: it was killed. Else empty."""
+    holder = read_json(path, *SIGNED)
+    if holder is None or holder["host"] != socket.gethostname() or _lives(holder):
+        return ""
+    return f"process {holder['pid']}, of {holder['started']}"
+
+
+def taken(path: Path) -> bool:
+    """Does any process hold the lock: an orchestrator, a worker that outlived one, or somebody on another host?"""
+    holder = read_json(path, *SIGNED)
+    if holder is not None and holder["host"] != socket.gethostname():
+        return True
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        return not _try(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def process_start(pid: int) -> int | None:
     """Clock ticks from boot to the start of a living process; with the number it names the process for good."""
     try:

@@ -53,23 +53,40 @@ class Record:
         return [parent.record_id for parent in self.parents]
 
 
-def read_record(folder: Path) -> Record | str:
-    """The record of a checkpoint folder if every file it lists is there in full, else what is wrong."""
+def record_of(data: Any) -> Record | str:
+    """The record that plain data describes, else what is wrong with it."""
     try:
-        data = json.loads((folder / RECORD).read_text())
         record = Record(**(data | {"parents": [Parent(**parent) for parent in data["parents"]]}))
-        sizes = {name: int(listed["size"]) for name, listed in record.files.items()}
+        for listed in record.files.values():
+            int(listed["size"])
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        return str(error)
+    return record
+
+
+def parse_record(folder: Path) -> Record | str:
+    """The record of a checkpoint folder, whatever has become of its files; else what is wrong with it."""
+    try:
+        found = record_of(json.loads((folder / RECORD).read_text()))
     except FileNotFoundError:
         return f"{folder / RECORD} is missing"
-    except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
-        return f"record unreadable: {folder / RECORD}: {error}"
-    for name, listed in sizes.items():
+    except (ValueError, OSError) as error:
+        found = str(error)
+    return found if isinstance(found, Record) else f"record unreadable: {folder / RECORD}: {found}"
+
+
+def read_record(folder: Path) -> Record | str:
+    """The record of a checkpoint folder if every file it lists is there in full, else what is wrong."""
+    record = parse_record(folder)
+    if isinstance(record, str):
+        return record
+    for name, listed in record.files.items():
         try:
             size = (folder / name).stat().st_size
         except OSError:
             return f"checkpoint damaged: {folder / name} is missing"
-        if size != listed:
-            return f"checkpoint damaged: {folder / name} has {size:,} bytes instead of {listed:,}"
+        if size != int(listed["size"]):
+            return f"checkpoint damaged: {folder / name} has {size:,} bytes instead of {int(listed['size']):,}"
     return record
 
 

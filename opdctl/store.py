@@ -1,6 +1,6 @@
 """A workspace on disk: runs, stages, attempts, checkpoints. Nothing else knows a file name in it.
 
-    runs/RUN/  pipeline.yaml  run.json  .lock
+    runs/RUN/  pipeline.yaml  run.json  .lock  .deleted/ (records of checkpoints that gc deleted)
       stages/NAME/ or stages/BASE/AXIS=VALUE,.../
         identity.json  spec.json  result.json  state/
         attempts/N/    log.txt  events.jsonl  worker.json  output/ (being filled)
@@ -9,23 +9,26 @@
 
 What a stage's state is follows from what exists, so it cannot lie. The link is switched by a rename once the
 checkpoint is complete: a kill between any two system calls leaves the old checkpoint in force or the new one.
+What is called .*.part belongs to the process that writes or deletes it, and to nobody once that has ended.
 """
 
+import contextlib
 import dataclasses
 import os
 import re
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from opdctl import lock
+from opdctl import lock, processes
+from opdctl.attempts import Attempt
 from opdctl.digests import Digests
-from opdctl.errors import ConfigError
+from opdctl.errors import ConfigError, StageRefused
+from opdctl.ledger import Ledger
 from opdctl.records import (
     RECORD,
     Parent,
@@ -42,49 +45,6 @@ from opdctl.records import (
 from opdctl.settings import NAME_PATTERN
 
 __all__ = ["Attempt", "Parent", "Record", "RunDir", "StageDir", "Workspace", "disk_errors", "write_json"]
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """One start of a stage's worker."""
-
-    number: int
-    path: Path
-
-    @property
-    def log(self) -> Path:
-        return self.path / "log.txt"
-
-    @property
-    def events(self) -> Path:
-        return self.path / "events.jsonl"
-
-    @property
-    def gate(self) -> Path:
-        """What the gate found, if it was asked in this attempt."""
-        return self.path / "gate.json"
-
-    @property
-    def alarms(self) -> Path:
-        """The watchdog's, a JSON object a line."""
-        return self.path / "alarms.jsonl"
-
-    @property
-    def worker(self) -> Path:
-        """Who works on it: written by `note_worker`."""
-        return self.path / "worker.json"
-
-    @property
-    def output(self) -> Path:
-        """Where the worker puts what it publishes."""
-        return self.path / "output"
-
-    def note_worker(self, pid: int) -> None:
-        """Leave a note of the process, which leads its own group, so that it can be stopped if we die first."""
-        lock.write_worker(self.worker, pid)
-
-    def lives(self) -> bool:
-        return lock.worker_lives(self.worker)
 
 
 @dataclass(frozen=True)
@@ -113,8 +73,12 @@ class StageDir:
         return self.path / "identity.json"
 
     @property
+    def run_dir(self) -> "RunDir":
+        return RunDir(self.path.parents[len(_folder(self.name))])
+
+    @property
     def run(self) -> str:
-        return self.path.parents[len(_folder(self.name)) - 1].parent.name
+        return self.run_dir.name
 
     @property
     def _link(self) -> Path:
@@ -137,7 +101,7 @@ class StageDir:
 
     def damage(self) -> str:
         """Why `record()` is None although a checkpoint was published or reused here; else empty."""
-        if not os.path.lexists(self._link):
+        if not self.linked:
             return ""
         found = read_record(self.checkpoint)
         return found if isinstance(found, str) else ""
@@ -145,7 +109,7 @@ class StageDir:
     def reference(self) -> "StageDir | None":
         """The stage whose checkpoint is reused here; None if the checkpoint is this stage's own, or there is none."""
         target = self.checkpoint
-        if not os.path.lexists(self._link) or target.parent.parent == self.path:
+        if not self.linked or target.parent.parent == self.path:
             return None
         found = read_record(target)
         return StageDir(target.parent.parent, found.stage, target.name) if isinstance(found, Record) else None
@@ -154,6 +118,15 @@ class StageDir:
         """Of every intact checkpoint published here, those that newer ones replaced included."""
         found = (read_record(path.parent) for path in sorted(self.path.glob(f"checkpoints/*/{RECORD}")))
         return [record for record in found if isinstance(record, Record)]
+
+    def published(self) -> list["StageDir"]:
+        """With each checkpoint that was published here, whole or not."""
+        return [self.at(path.name) for path in sorted(self.path.glob("checkpoints/*")) if path.is_dir()]
+
+    @property
+    def linked(self) -> bool:
+        """Is a checkpoint in force here, wherever it is and whether it can be read or not?"""
+        return os.path.lexists(self._link)
 
     def at(self, record_id: str) -> "StageDir":
         """This stage with the checkpoint that was published under `record_id`."""
@@ -236,8 +209,13 @@ class StageDir:
         return record
 
     def reuse(self, other: "StageDir") -> None:
-        """Put another stage's checkpoint in force here, by reference."""
-        with disk_errors(self.path):
+        """Put another stage's checkpoint in force here, by reference. Raises StageRefused where it is gone by now."""
+        with disk_errors(self.path), self.run_dir.workspace.ledger.steady():
+            if isinstance(found := read_record(other.checkpoint), str):
+                raise StageRefused(
+                    f"{self.name} cannot reuse the checkpoint of run {other.run}, stage {other.name}: {found}",
+                    hint="it was deleted since the plan was made: run the same command again",
+                )
             self._point_to(other.checkpoint)
         self.discard_state()
 
@@ -279,18 +257,28 @@ class RunDir:
         found |= {f"{base.name}[{path.name}]": path for base in top for path in base.glob("*=*")}
         return [StageDir(path, name) for name, path in sorted(found.items())]
 
-    def lock(self, report: Callable[[str], None] = lambda text: None) -> AbstractContextManager[int]:
+    @contextlib.contextmanager
+    def lock(self, report: Callable[[str], None] = lambda text: None) -> Iterator[int]:
         """Hold the run; yields the descriptor that workers have to inherit.
 
         Raises RunBusy if a living orchestrator holds it. Workers left behind by a dead one are stopped first.
         """
-        return lock.hold(self.path / ".lock", self._worker_notes, report)
+        with contextlib.ExitStack() as stack:
+            with self.workspace.ledger.steady():  # gc looks which runs are held, then deletes
+                descriptor = stack.enter_context(lock.hold(self.path / ".lock", self._worker_notes, report))
+            yield descriptor
 
     def busy(self) -> bool:
         """Does somebody work in it: an orchestrator, or a worker that outlived one?"""
         return lock.held(self.path / ".lock") or any(
             attempt.lives() for stage in self.stages() for attempt in stage.attempts()[-1:]
         )
+
+    def at_work(self) -> bool:
+        """Does any process hold it, or is anything left running that a stage started?"""
+        attempts = [attempt for stage in self.stages() for attempt in stage.attempts()]
+        left = (bool(processes.find(one.path)) for one in attempts if processes.left(one.path))
+        return lock.taken(self.path / ".lock") or any(one.lives() for one in attempts) or any(left)
 
     def _worker_notes(self) -> list[Path]:
         return [attempt.worker for stage in self.stages() for attempt in stage.attempts()]
@@ -329,6 +317,10 @@ class Workspace:
         self._index: dict[str, list[StageDir]] | None = None
 
     @property
+    def ledger(self) -> Ledger:
+        return Ledger(self.path / "runs")
+
+    @property
     def tracking_database(self) -> Path:
         return self.path / "mlflow.db"
 
@@ -344,6 +336,14 @@ class Workspace:
         """Newest first."""
         found = [RunDir(path) for path in (self.path / "runs").glob("*/") if re.fullmatch(NAME_PATTERN, path.name)]
         return sorted(found, key=_started, reverse=True)
+
+    def stages(self) -> Iterator[StageDir]:
+        """Of every run, also those of which only checkpoints are left."""
+        for pattern in ("*/stages/*", "*/stages/*/*=*"):
+            for path in sorted((self.path / "runs").glob(pattern)):
+                if path.is_dir():
+                    base = path.parent.name
+                    yield StageDir(path, f"{base}[{path.name}]" if pattern.endswith("=*") else path.name)
 
     def find(self, fingerprint: str, parents: Sequence[str | None]) -> StageDir | None:
         """An intact checkpoint of any run with this fingerprint, made from the checkpoints with these record ids."""

@@ -1,0 +1,49 @@
+"""One start of a stage's worker: its folder, and who works in it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from opdctl import lock
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of a stage's worker."""
+
+    number: int
+    path: Path
+
+    @property
+    def log(self) -> Path:
+        return self.path / "log.txt"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def gate(self) -> Path:
+        """What the gate found, if it was asked in this attempt."""
+        return self.path / "gate.json"
+
+    @property
+    def alarms(self) -> Path:
+        """The watchdog's, a JSON object a line."""
+        return self.path / "alarms.jsonl"
+
+    @property
+    def worker(self) -> Path:
+        """Who works on it: written by `note_worker`."""
+        return self.path / "worker.json"
+
+    @property
+    def output(self) -> Path:
+        """Where the worker puts what it publishes."""
+        return self.path / "output"
+
+    def note_worker(self, pid: int) -> None:
+        """Leave a note of the process, which leads its own group, so that it can be stopped if we die first."""
+        lock.write_worker(self.worker, pid)
+
+    def lives(self) -> bool:
+        return lock.worker_lives(self.worker)
