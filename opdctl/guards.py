@@ -46,6 +46,7 @@ class Guards:
         self._path = plan.run.workspace.path
         self._guarded: dict[str, _Guarded] = {}
         self._looked = 0.0
+        self.refused: set[str] = set()  # stages that the gate did not let through
 
     def started(self, item: PlannedStage, attempt: Attempt) -> None:
         settings, stage = item.stage.settings, self._run.stage(item.stage.name)
@@ -85,6 +86,8 @@ class Guards:
         if one.gate_told or (verdicts := read_verdicts(one.attempt.gate)) is None:
             return
         one.gate_told = True
+        if any(verdict.stops for verdict in verdicts):
+            self.refused.add(stage)
         for verdict in verdicts:
             if verdict.outcome != "go" and not verdict.stops:
                 what = f"accepted, {verdict.outcome}" if verdict.accepted else str(verdict.outcome)

@@ -53,3 +53,8 @@ class Outcome:
     failed: dict[str, str] = field(default_factory=dict)  # stage -> why
     not_run: dict[str, str] = field(default_factory=dict)  # stage -> why: a stage it reads failed, a gate, interrupted
     interrupted: bool = False
+
+    def summary(self) -> str:
+        """One line."""
+        parts = [f"{len(self.done)} done", *(f"{name} failed" for name in self.failed)]
+        return "; ".join([*parts, *(f"{name} not run: {why}" for name, why in self.not_run.items())])

@@ -3,7 +3,7 @@
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from getpass import getuser
@@ -18,11 +18,13 @@ from opdctl.backends.contract import StageResult
 from opdctl.errors import ConfigError, OpdctlError, StageFailed, StageRefused
 from opdctl.guards import Guards, Order
 from opdctl.launch import Launcher
+from opdctl.notify import Notifier
 from opdctl.plan import Decision, Plan, PlannedStage
 from opdctl.preflight import check_data
 from opdctl.reporter import Outcome, Reporter, Silent
 from opdctl.retry import Retries
 from opdctl.scheduler import Lease, Pool, Schedule
+from opdctl.settings import NotifyOn
 from opdctl.signals import Signals
 from opdctl.store import Parent, Record, StageDir, write_json
 from opdctl.supervisor import RUN_AGAIN, Supervisor, Worker, judge, log_tail, tell_failure
@@ -32,6 +34,7 @@ __all__ = ["Outcome", "Reporter", "Silent", "execute"]
 
 POLL_S = 0.1  # between two looks at the events of running stages
 PATIENCE_S = 60.0  # that a worker gets to save after a guard told it to end
+ENDS: Mapping[Status, NotifyOn] = {"FINISHED": "finished", "FAILED": "failed", "KILLED": "stopped"}
 DRAIN_S = 60.0  # that tracking gets to catch up once the last stage has ended
 
 
@@ -63,6 +66,9 @@ class _Execution:
         self._code = commit_of_code() if self._work else ""
         self._outcome = Outcome()
         self._guards, self._retries = Guards(plan), Retries()
+        context = {"pipeline": self._pipeline.settings.name, "run": self._run.name}
+        context["workspace"] = str(self._run.workspace.path)
+        self._notifier = Notifier(self._pipeline.settings.notify, context)
         self._halted: dict[str, Order] = {}  # stage -> why its worker was told to end
         self._paused: list[str] = []
         self._deadlines: dict[str, float] = {}  # halted stage -> when its worker is killed
@@ -128,7 +134,9 @@ class _Execution:
                 status = "FAILED" if self._outcome.failed else "FINISHED"
         finally:
             left = self._tracking.close(status, wait_s=DRAIN_S, give_up=lambda: self._signals.count > 1)
-        for text in (*self._tracking.complaints(), left):
+            self._notifier.tell(ENDS[status], "", self._outcome.summary())
+            unsent = self._notifier.close()
+        for text in (*self._tracking.complaints(), left, *unsent):
             if text:
                 self._reporter.message(text)
         return replace(self._outcome, interrupted=self._interrupted or bool(self._paused))
@@ -278,6 +286,7 @@ class _Execution:
         self._outcome.not_run[name] = f"paused: {order.text}"
         self._outcome.not_run.update(dict.fromkeys(self._schedule.failed(name), f"{name} is paused"))
         self._reporter.message(f"{told}; {order.hint}")
+        self._notifier.tell("stopped", name, told)
 
     def _try_again(self, item: PlannedStage, worker: Worker, error: OpdctlError) -> bool:
         """Is the failure one that may pass? Then the stage goes on from its last save, a little later."""
@@ -306,6 +315,7 @@ class _Execution:
                 self._outcome.failed.setdefault(stage, f"{told}{gate.known}")
                 self._outcome.not_run.update(dict.fromkeys(self._schedule.clear(), told))
                 self._reporter.failed(stage, f"{told}{gate.known}; nothing more is started", "")
+                self._notifier.tell("failed", stage, self._outcome.failed[stage])
                 continue
             self._reporter.message(f"{told}{'; what reads it is skipped' if gate.action == 'skip' else ''}")
             if gate.action == "skip":
@@ -316,6 +326,7 @@ class _Execution:
         message = f"{error}; {error.hint}" if error.hint else str(error)
         self._outcome.failed[name] = message
         self._reporter.failed(name, message, tail)
+        self._notifier.tell("refused" if name in self._guards.refused else "failed", name, message)
         for dropped in self._schedule.failed(name):
             self._outcome.not_run[dropped] = f"{name} failed"
             self._reporter.message(f"{dropped}: not run, because {name} failed")
