@@ -12,11 +12,13 @@ from opdctl.backends import BACKENDS, embedded
 from opdctl.backends.contract import InputSpec, StageSpec
 from opdctl.errors import StageRefused
 from opdctl.fetch import gguf_folder, hub_folder, imported_gguf
+from opdctl.gate import check_files, forget
+from opdctl.gate.origin import HANDED_ON
 from opdctl.plan import Plan, PlannedStage
 from opdctl.references import Input
-from opdctl.settings import AnyTask, NewModel
+from opdctl.settings import AnyTask, GateSettings, NewModel, OpdSettings, RlvrSettings, SftSettings
 from opdctl.store import Attempt, Parent
-from opdctl.verdicts import Verdict, read_verdicts
+from opdctl.verdicts import Verdict, accept, read_verdicts, refuse
 
 
 class Launcher:
@@ -29,6 +31,7 @@ class Launcher:
         self._plan, self._run, self._pipeline, self._items = plan, plan.run, plan.pipeline, items
         self._outside = _outside_models(items, plan, report, fetch)
         kinds = {item.stage.settings.kind for item in items if BACKENDS[item.stage.settings.backend] is embedded}
+        self._judged: dict[str, list[Verdict]] = {}  # stage -> verdicts before anything started
         self.preload = ["opdctl.worker", *(embedded.KINDS[kind] for kind in sorted(kinds))]  # what workers import
 
     def backend(self, item: PlannedStage) -> str:
@@ -36,12 +39,27 @@ class Launcher:
         return cast(ModuleType, BACKENDS[item.stage.settings.backend]).__name__
 
     def check(self) -> list[str]:
-        """What stops the stages from running here, a line each."""
+        """What stops the stages from running here, a line each. Where nothing does, the gate looks at the files that
+        are there already: raises StageRefused with all that it refuses."""
         by_backend: dict[str, list[StageSpec]] = {}
         for item in self._items:
             by_backend.setdefault(item.stage.settings.backend, []).append(self._draft(item))
         found = [BACKENDS[name].check(specs) for name, specs in by_backend.items()]
-        return [f"stages.{stage}: {line}" for lines in found for stage, told in lines.items() for line in told]
+        problems = [f"stages.{stage}: {line}" for lines in found for stage, told in lines.items() for line in told]
+        if not problems:
+            refuse(self.judge_files())
+        return problems
+
+    def judge_files(self) -> dict[str, list[Verdict]]:
+        """Stage -> what files say about the models and rows that it will read. A stage that is still to run hands on
+        the vocabulary and the settings of the model that it begins with, so these are compared already."""
+        for item in self._items:
+            spec = self._draft(item)
+            if spec.gate:
+                settings = GateSettings.model_validate(spec.gate["settings"])
+                self._judged[item.stage.name] = accept(check_files(spec, settings), settings.accept)
+        forget()
+        return self._judged
 
     def commands(self) -> dict[str, str]:
         """Stage -> the shell command that would run it by hand; empty for a stage without one."""
@@ -105,12 +123,53 @@ class Launcher:
         accepted = sorted({*settings.accept, *self._plan.accept})
         plain = settings.model_dump(mode="json") | {"accept": accepted}
         asked: dict[str, Any] = {"settings": plain}
-        if attempt is not None:
+        if item.stage.settings.kind == "eval":
+            asked["trained"] = self._trained(item)
+        if attempt is None:
+            asked["stand_ins"] = self._stand_ins(item)
+        else:
             key = self._gate_key(item)
             if self._passed(item, key) is not None:
                 return {}
             asked |= {"file": str(attempt.gate), "key": key}
         return asked
+
+    def _trained(self, item: PlannedStage) -> dict[str, Any]:
+        """Tasks that the stages upstream train on."""
+        stages, waiting = self._pipeline.stages, [item.stage]
+        found: dict[str, Any] = {}
+        seen: set[str] = set()
+        while waiting:
+            for name in waiting.pop().upstream() - seen:
+                seen.add(name)
+                waiting.append(stages[name])
+                settings = stages[name].settings
+                if isinstance(settings.config, SftSettings | RlvrSettings | OpdSettings):
+                    found |= {key: _task_data(task, self._pipeline.folder) for key, task in settings.tasks.items()}
+        return found
+
+    def _stand_ins(self, item: PlannedStage) -> dict[str, str]:
+        """Number of an input that is still to be made -> folder of the model that it begins with, "" for a new one."""
+        found = {}
+        for number, given in enumerate(item.stage.inputs):
+            if given.kind == "stage" and self._run.stage(given.target).record() is None:
+                folder = self._begins_with(given)
+                if folder is not None:
+                    found[str(number)] = folder
+        return found
+
+    def _begins_with(self, given: Input) -> str | None:
+        """None where that is not known yet: of a merge and a selection any of the models would do, if one is there."""
+        if given.kind == "model":
+            return ""
+        if given.kind != "stage":
+            return self._folder(given)
+        stage = self._run.stage(given.target)
+        if stage.record() is not None:
+            return str(stage.checkpoint)
+        inputs = self._pipeline.stages[given.target].inputs
+        first = [one for role in HANDED_ON for one in inputs if one.role == role]
+        return self._begins_with(first[0]) if first else None
 
     def _gate_key(self, item: PlannedStage) -> str:
         settings = item.stage.settings.gate
@@ -128,7 +187,7 @@ class Launcher:
 
     def accepted(self, item: PlannedStage) -> list[str]:
         """Names of checks that refused the stage, and were accepted."""
-        verdicts = self._passed(item, self._gate_key(item)) or []
+        verdicts = [*(self._passed(item, self._gate_key(item)) or []), *self._judged.get(item.stage.name, [])]
         return sorted({verdict.check for verdict in verdicts if verdict.accepted})
 
     def _workers(self, backend: str) -> dict[str, Any]:

@@ -102,22 +102,33 @@ def _training(names: Sequence[str], tasks: Mapping[str, Task], imitated: bool) -
 
 def _routes(stage: Stage, tasks: Mapping[str, Task]) -> Iterator[str]:
     """A teacher for every combination of columns that the rows hold."""
-    from opdctl.tasks.files import FileRows
-
     config = stage.settings.config
     if not isinstance(config, OpdSettings) or config.default_teacher is not None:
         return
-    teachers = [given for given in stage.inputs if given.role == "teachers"]
-    routes = {tuple(given.route.get(column) for column in config.route_by) for given in teachers}
+    routes = [given.route for given in stage.inputs if given.role == "teachers"]
+    if bare := uncovered(config, routes, tasks):
+        more = f" and {len(bare) - 5} more" if len(bare) > 5 else ""
+        yield (
+            f"inputs.teachers: no teacher for {'; '.join(bare[:5])}{more} (add teachers, or set config.default_teacher)"
+        )
+
+
+def uncovered(config: OpdSettings, routes: Sequence[Mapping[str, str]], tasks: Mapping[str, Task]) -> list[str]:
+    """The combinations of `route_by` columns (`domain=math, effort=low`) that rows of these tasks have, and no route.
+    Columns of files are read from their rows."""
+    from opdctl.tasks.files import FileRows
+
+    known = {tuple(route.get(column) for column in config.route_by) for route in routes}
     asked: dict[tuple[str, ...], None] = {}
     for name in dict.fromkeys(config.data.tasks):
         task = tasks.get(name)
-        rows = task.columns("train") if isinstance(task, FileRows) else []
+        rows = task.columns("train") if isinstance(task, FileRows) else [] if task is None else [{}]
         for columns in rows:
             for effort in config.data.efforts or [""]:
                 every = {**columns, "domain": name, "effort": effort}
                 asked[tuple(every.get(column, "") for column in config.route_by)] = None
-    if bare := [key for key in asked if key not in routes]:
-        shown = "; ".join(", ".join(f"{c}={v}" for c, v in zip(config.route_by, key, strict=True)) for key in bare[:5])
-        more = f" and {len(bare) - 5} more" if len(bare) > 5 else ""
-        yield f"inputs.teachers: no teacher for {shown}{more} (add teachers, or set config.default_teacher)"
+    return [
+        ", ".join(f"{column}={value}" for column, value in zip(config.route_by, key, strict=True))
+        for key in asked
+        if key not in known
+    ]

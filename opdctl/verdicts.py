@@ -6,6 +6,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from opdctl.errors import StageRefused
 from opdctl.records import read_json, write_json
 from opdctl.settings import GateCheck
 
@@ -42,6 +43,19 @@ def accept(verdicts: Iterable[Verdict], names: Sequence[str]) -> list[Verdict]:
         replace(verdict, accepted=verdict.outcome.refuses and verdict.check in names)  # warnings need no word
         for verdict in verdicts
     ]
+
+
+def refuse(judged: Mapping[str, Sequence[Verdict]]) -> None:
+    """Raises StageRefused with all that stops a stage, by the stage's name; "" for a stage that speaks for itself."""
+    stopping = [(stage, verdict) for stage, verdicts in judged.items() for verdict in verdicts if verdict.stops]
+    if stopping:
+        names = " ".join(f"--accept {name}" for name in dict.fromkeys(verdict.check for _, verdict in stopping))
+        lines = [
+            f"{stage}{': ' if stage else ''}the gate: {one.check}, {one.subject}: {one.outcome}: {one.evidence}; "
+            f"{one.remedy}"
+            for stage, one in stopping
+        ]
+        raise StageRefused("\n".join(lines), hint=f"mend it, or take it as it is: {names}")
 
 
 def write_verdicts(path: Path, key: str, verdicts: Sequence[Verdict]) -> None:

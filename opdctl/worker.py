@@ -25,13 +25,13 @@ from typing import cast
 
 from opdctl.backends.contract import EXIT_STOPPED, Backend, Event, InputSpec, StageSpec, Stopped
 from opdctl.backends.events import EventWriter
-from opdctl.errors import OpdctlError, StageFailed, StageRefused
+from opdctl.errors import OpdctlError, StageFailed
 from opdctl.gate import check_files
 from opdctl.secrets import redact, reveal
 from opdctl.settings import GateSettings
 from opdctl.store import Attempt, write_json
 from opdctl.supervisor import EXIT_BUG, EXIT_FAILED, FULL_DISK, HELD_BACK, tell_failure
-from opdctl.verdicts import accept, write_verdicts
+from opdctl.verdicts import accept, refuse, write_verdicts
 
 
 class WorkerControl:
@@ -104,12 +104,7 @@ def _pass_gate(spec: StageSpec, control: WorkerControl) -> None:
         found += import_module("opdctl.engine.gate").check_models(spec, settings, control)
     verdicts = accept(found, settings.accept)
     write_verdicts(Path(spec.gate["file"]), spec.gate["key"], verdicts)
-    if stopping := [verdict for verdict in verdicts if verdict.stops]:
-        names = " ".join(f"--accept {name}" for name in dict.fromkeys(verdict.check for verdict in stopping))
-        lines = [
-            f"the gate: {one.check}, {one.subject}: {one.outcome}: {one.evidence}; {one.remedy}" for one in stopping
-        ]
-        raise StageRefused("\n".join(lines), hint=f"mend it, or take it as it is: {names}")
+    refuse({"": verdicts})
 
 
 def _print_traceback() -> None:

@@ -1,0 +1,210 @@
+"""Do two models descend from one checkpoint, and are they two at all? Records first; else a sample of the weights.
+
+A student can follow a teacher of its own origin: their distributions start within 0.04 nats a token, and those of
+foreign, stronger teachers began at 0.19 and diverged (the thresholds `near` and `far` of the gate, which asks the
+models). Origin says so before any model is loaded.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from opdctl.gate.folders import EMBEDDINGS, OUTPUT, Files, Tensor
+from opdctl.gate.pairs import Pair, Party
+from opdctl.records import RECORD, Record, read_json, read_record, sha256
+from opdctl.store import Workspace
+from opdctl.verdicts import Outcome, Verdict
+
+if TYPE_CHECKING:
+    import numpy as np
+
+HANDED_ON = ("init", "student", "base", "models", "model")  # roles whose weights a stage begins with, or publishes
+SAMPLED = 8  # tensors
+VALUES = 65_536  # of each
+# Cosine of the weights of two models of one shape. Models that were initialised apart have about 0, offspring of one
+# checkpoint nearly 1 (HuRef, arXiv:2312.04828, section 3).
+RELATED = 0.5
+
+
+def check_origin(pair: Pair, workspace: Path, seed: int, *, alone: bool) -> Iterator[Verdict]:
+    """`same_model` where one teaches the other or both are merged, and `origin`. Of models that are still to be made,
+    only that they are the same one.
+
+    `alone`: the stage has one teacher. A student may be named as one of several teachers (MiMo-V2-Flash,
+    arXiv:2601.02780, does so); one that is its only teacher, or stands behind another name, is a mistake.
+    """
+    if not (pair.teaches or pair.merged):
+        return
+    same = _same(pair)
+    if same and pair.one and pair.teaches and not alone:
+        told = "the student itself, named as one of its teachers: on its rows it is to stay as it is"
+        yield Verdict("same_model", pair.subject, Outcome.GO, told)
+    elif same:
+        outcome = Outcome.REFUSE if pair.teaches else Outcome.WARN
+        remedy = "name another checkpoint: a model has nothing to teach itself"
+        if pair.merged:
+            remedy = "name each model once, with the sum of its weights"
+        yield Verdict("same_model", pair.subject, outcome, same, remedy)
+    if not (pair.first.made and pair.second.made):
+        return
+    if not same:
+        yield Verdict("same_model", pair.subject, Outcome.GO, "two models: their weights differ")
+    common = _common(pair, Workspace(workspace), seed)
+    if common:
+        yield Verdict("origin", pair.subject, Outcome.GO, f"both descend from {common}")
+    else:
+        yield _by_weights(pair)
+
+
+# ------------------------------------------------------------------------------------------------------ the same one
+
+
+def _same(pair: Pair) -> str:
+    """Why the two are one model; empty where they are two. Whole files are hashed only where all samples agree."""
+    if pair.one:
+        return f"{pair.first.role} and {pair.second.role} are the same folder, {pair.first.given.path}"
+    first, second = pair.first, pair.second
+    if first.new or second.new or not (first.made and second.made) or not first.files.weight_files:
+        return ""
+    sizes = [[file.stat().st_size for file in party.files.weight_files] for party in (first, second)]
+    if sizes[0] != sizes[1] or not _samples_agree(first.files, second.files):
+        return ""
+    digests = [_digests(party.files) for party in (first, second)]
+    return f"the weights of both have sha256 {digests[0][0][:12]}" if digests[0] == digests[1] else ""
+
+
+def _digests(files: Files) -> list[str]:
+    """By the record where there is one; it is compared with the files before a stage reads them."""
+    listed = (read_json(files.folder / RECORD) or {}).get("files") or {}
+    return [str((listed.get(file.name) or {}).get("sha256") or sha256(file)) for file in files.weight_files]
+
+
+def _samples_agree(first: Files, second: Files) -> bool:
+    if first.tensors.keys() != second.tensors.keys():
+        return False
+    for name in _chosen(first.tensors, second.tensors):
+        own, other = first.tensors[name], second.tensors[name]
+        if (own.dtype, own.shape) != (other.dtype, other.shape) or _bytes(own) != _bytes(other):
+            return False
+    return True
+
+
+# ------------------------------------------------------------------------------------------------------ by records
+
+
+def _common(pair: Pair, workspace: Workspace, seed: int) -> str:
+    """The youngest model that both began as; empty where the records name none."""
+    first = _ancestors(pair.first, workspace, seed)
+    second = _ancestors(pair.second, workspace, seed)
+    return next((title for key, title in first.items() if key in second), "")
+
+
+def _ancestors(party: Party, workspace: Workspace, seed: int) -> dict[str, str]:
+    """Key -> title of the model itself and of those whose weights it began with, the youngest first. A new model is
+    known by its stage's seed, one from outside by its reference."""
+    if not party.given.path:
+        return {f"model:{seed}": "the new model"}
+    own = read_record(Path(party.given.path))
+    if isinstance(own, str):
+        return {party.given.source: party.given.source} if party.given.source else {}
+    found: dict[str, str] = {}
+    waiting: list[Record] = [own]
+    while waiting:
+        record = waiting.pop(0)
+        found[record.id] = f"{record.stage} of run {record.run}"
+        for parent in record.parents:
+            if parent.role not in HANDED_ON:
+                continue
+            if parent.record_id is None:
+                new = parent.ref == "model:"
+                key = f"model:{record.identity.get('seed')}" if new else parent.ref
+                found.setdefault(key, "the new model" if new else parent.ref)
+            elif parent.record_id not in found and (stage := workspace.checkpoint(parent.record_id)) is not None:
+                known = stage.record()
+                waiting += [known] if known is not None else []
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------ by weights
+
+
+@dataclass(frozen=True)
+class Nearness:
+    """Of two models' weights, means over the sampled tensors."""
+
+    cosine: float
+    distance: float  # |a - b| / |a|
+    tensors: int
+
+
+def _by_weights(pair: Pair) -> Verdict:
+    found = nearness(pair.first.files, pair.second.files)
+    remedy = (
+        "what the distance probe finds decides; a teacher made from the student's own checkpoint is the safe choice"
+    )
+    if pair.merged:
+        remedy = "the mean of unrelated weights is no model: merge descendants of one checkpoint"
+    if found is None:
+        told = "no record joins them, and they have no weights of one name and shape"
+        return Verdict("origin", pair.subject, Outcome.WARN, told, remedy)
+    values = {"cosine": found.cosine, "distance": found.distance}
+    told = f"no record joins them; cosine of weights {found.cosine:.2f}, relative distance {found.distance:.2g}"
+    if found.cosine >= RELATED:
+        return Verdict("origin", pair.subject, Outcome.GO, f"{told}: one origin", values=values)
+    told += f": two origins (below {RELATED:g})"
+    return Verdict("origin", pair.subject, Outcome.REFUSE if pair.merged else Outcome.WARN, told, remedy, values)
+
+
+def nearness(first: Files, second: Files) -> Nearness | None:
+    """Compares `VALUES` numbers from the middle of up to `SAMPLED` matrices; embeddings, which frequent words bend in
+    every model alike, only where there is nothing else. None without a matrix of one name and shape in both."""
+    import numpy as np
+
+    cosines, distances = [], []
+    for name in _chosen(first.tensors, second.tensors):
+        own, other = _numbers(first.tensors[name]), _numbers(second.tensors[name])
+        if own is None or other is None or own.shape != other.shape:
+            continue
+        norms = float(np.linalg.norm(own)), float(np.linalg.norm(other))
+        if not min(norms) > 0:
+            continue
+        cosines.append(float(own @ other) / (norms[0] * norms[1]))
+        distances.append(float(np.linalg.norm(own - other)) / norms[0])
+    if not cosines:
+        return None
+    return Nearness(sum(cosines) / len(cosines), sum(distances) / len(distances), len(cosines))
+
+
+def _chosen(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> list[str]:
+    """Matrices of one shape in both, evenly spread over the names."""
+    alike = [name for name, one in first.items() if name in second and len(one.shape) == 2 == len(second[name].shape)]
+    alike = sorted(name for name in alike if first[name].shape == second[name].shape)
+    inner = [name for name in alike if not name.endswith((OUTPUT, EMBEDDINGS))] or alike
+    step = max(1, -(-len(inner) // SAMPLED))
+    return inner[step // 2 :: step]
+
+
+_WIDTHS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    """From the middle."""
+    width = _WIDTHS.get(tensor.dtype, 1)
+    size = min(tensor.size, VALUES * width)
+    with tensor.file.open("rb") as handle:
+        handle.seek(tensor.start + (tensor.size - size) // 2 // width * width)
+        return handle.read(size)
+
+
+def _numbers(tensor: Tensor) -> "np.ndarray | None":
+    """float64; None for dtypes that are not plain numbers."""
+    import numpy as np
+
+    raw = _bytes(tensor)
+    match tensor.dtype:
+        case "F64" | "F32" | "F16":
+            return np.frombuffer(raw, f"<f{_WIDTHS[tensor.dtype]}").astype(np.float64)
+        case "BF16":
+            return (np.frombuffer(raw, "<u2").astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    return None
