@@ -81,9 +81,7 @@ class KlStuck(Rule):
 class KlHigh(Rule):
     """The KL towards the teacher, or the reference, is large, or has grown."""
 
-    above: Positive = (
-        8.0  # nats per token, at any time; a uniform student of a vocabulary of 3,000 is that far from one token
-    )
+    above: Positive = 8.0  # nats per token, at any time: the other model finds the tokens 3,000 times less likely
     times: Above = 3.0  # its start: median of the first `start` steps
     least: NonNegative = 0.2  # nats per token: growth below this is none (0.19: a distant teacher, seed document 001)
     start: Count = 8  # steps
@@ -94,7 +92,7 @@ class Entropy(Rule):
     """The policy's entropy has left its start: by more than `z` deviations (MAD) and by a factor."""
 
     z: Positive = 6.0
-    fall: Fraction = 0.1  # of the start
+    fall: Fraction = 0.05  # of the start: a policy that learns well falls to a tenth (the pretrained example)
     rise: Above = 3.0  # times the start
     least: NonNegative = 0.3  # nats per token: a rise by less is none
     start: Count = 8  # steps
