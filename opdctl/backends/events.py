@@ -2,10 +2,14 @@
 
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from opdctl.backends.contract import Event
+
+PART = 1 << 20  # bytes that are read at once
 
 
 class EventWriter:
@@ -17,7 +21,7 @@ class EventWriter:
 
     def write(self, event: Event) -> None:
         """Raises OSError when the line does not fit on the disk."""
-        line = (json.dumps(asdict(event)) + "\n").encode()
+        line = (json.dumps(asdict(event), default=_plain) + "\n").encode()
         if (written := os.write(self._fd, line)) != len(line):
             raise OSError(f"{self._path}: {written} of {len(line)} bytes written, is the disk full?")
 
@@ -33,15 +37,29 @@ class EventTail:
         self._offset = 0
 
     def read(self) -> list[Event]:
-        try:
-            with open(self._path, "rb") as stream:
-                stream.seek(self._offset)
-                content = stream.read()
-        except FileNotFoundError:
-            return []
-        whole = content[: content.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        return [event for line in whole.split(b"\n") if (event := _event(line)) is not None]
+        return [event for part in self.parts() for event in part]
+
+    def parts(self, size: int = PART) -> Iterator[list[Event]]:
+        """The same in pieces of about `size` bytes, for what grew without being read."""
+        wanted = size
+        while True:
+            try:
+                with open(self._path, "rb") as stream:
+                    stream.seek(self._offset)
+                    content = stream.read(wanted)
+            except FileNotFoundError:
+                return
+            whole = content[: content.rfind(b"\n") + 1]
+            self._offset += len(whole)
+            yield [event for line in whole.split(b"\n") if (event := _event(line)) is not None]
+            if len(content) < wanted:
+                return
+            wanted = size if whole else 2 * wanted  # a line longer than that
+
+
+def _plain(value: Any) -> Any:
+    """NumPy's scalars are numbers; what nobody can write as JSON is told as text rather than ending a training."""
+    return value.item() if getattr(value, "size", 0) == 1 else str(value)
 
 
 def _event(line: bytes) -> Event | None:

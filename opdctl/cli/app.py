@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from opdctl.cli import carry_out, compare, data, fetch, inspect, logs, surroundings
+from opdctl.cli import carry_out, compare, data, fetch, inspect, logs, repair, surroundings
 from opdctl.cli.options import Invocation
 
 app = typer.Typer(
@@ -55,6 +55,7 @@ for _command in (
     inspect.runs,
     compare.compare,
     compare.report,
+    repair.repair,
     surroundings.init,
     surroundings.export,
     surroundings.ui,

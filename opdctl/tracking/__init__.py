@@ -2,29 +2,44 @@
 
 The orchestrator is the only writer, from a thread of its own: nothing waits for MLflow, and nothing that MLflow does
 stops a stage. What there is to tell stands on disk (the journal beside each attempt, its events), so a server that is
-down loses nothing: the same thread, or the next run of the pipeline, tells it later, once.
+down loses nothing: the same thread, the next run of the pipeline or `opdctl repair` tells it later, once.
 """
 
+import contextlib
 import queue
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from json import JSONDecodeError
 from typing import TYPE_CHECKING, Any, Protocol
 
+from opdctl.errors import OpdctlError
 from opdctl.pipeline import Pipeline
 from opdctl.records import Parent
 from opdctl.secrets import redact, reveal
-from opdctl.store import Attempt, Record, RunDir, StageDir
-from opdctl.tracking import journal
+from opdctl.settings import Tracking as TrackingSettings
+from opdctl.store import Attempt, Record, RunDir, StageDir, Workspace
+from opdctl.tracking import journal, server
 from opdctl.tracking.journal import Ending, Entry, Status
+from opdctl.tracking.server import Unreachable
 
 if TYPE_CHECKING:
-    from opdctl.tracking.writer import Target, Writer
+    from opdctl.tracking.server import Target
+    from opdctl.tracking.writer import Writer
 
-__all__ = ["NoTracking", "Started", "Status", "Tracker", "Tracking", "open_tracking"]
+__all__ = [
+    "Left",
+    "NoTracking",
+    "Started",
+    "Status",
+    "Tracker",
+    "Tracking",
+    "Unreachable",
+    "end_stale",
+    "left",
+    "open_tracking",
+]
 
 EVERY_S = 1.0  # between two looks at the events of running stages
 RETRY_S = (2.0, 5.0, 15.0, 30.0)  # after an error, then the last again and again
@@ -87,29 +102,88 @@ def open_tracking(pipeline: Pipeline, run: RunDir, *, work: bool) -> Tracking:
     known = dict(run.info.get("tracking") or {})
     if not pipeline.settings.tracking.enabled or not (work or known.get("pending")):
         return NoTracking()
-    left = run.stages() if known.get("pending") else []
+    stages = run.stages()
+    pipeline_run = str(known.get("id") or next(filter(None, map(journal.pipeline_run, stages)), uuid.uuid4().hex))
+    left = stages if known.get("pending") else []
     for stage in left:
         journal.end_dead(stage)
-    known = {"id": known.get("id") or uuid.uuid4().hex, "pending": True}
-    run.write_info(tracking=known)
-    return Tracker(_target(pipeline, run, str(known["id"])), run, left)
+    run.write_info(tracking={"id": pipeline_run, "pending": True})
+    target = _target(pipeline.settings.tracking, pipeline.settings.name, pipeline.resolved, run, pipeline_run)
+    return Tracker(target, run, left)
 
 
-def _target(pipeline: Pipeline, run: RunDir, pipeline_run: str) -> "Target":
-    from opdctl.tracking.writer import Target
+def _target(
+    settings: TrackingSettings, name: str, resolved: Mapping[str, Any], run: RunDir, pipeline_run: str
+) -> "Target":
+    from opdctl.tracking.server import Target
 
-    settings, workspace = pipeline.settings.tracking, run.workspace
+    workspace = run.workspace
     database = None if settings.uri else workspace.tracking_database
     return Target(
-        uri=reveal(settings.uri) or f"sqlite:///{workspace.tracking_database}",
+        uri=reveal(settings.uri) if settings.uri else f"sqlite:///{workspace.tracking_database}",
         database=database,
         artifacts=(workspace.path / "mlartifacts").as_uri() if database else None,
-        experiment=settings.experiment or pipeline.settings.name,
-        pipeline=pipeline.settings.name,
+        experiment=settings.experiment or name,
+        pipeline=name,
         run=run.name,
         pipeline_run=pipeline_run,
-        resolved=pipeline.resolved,
+        resolved=resolved,
     )
+
+
+@dataclass(frozen=True)
+class Left:
+    """What a run's last orchestrator had still to tell."""
+
+    run: RunDir
+    target: "Target"
+
+    @property
+    def uri(self) -> str:
+        return redact(self.target.uri)
+
+    def tell(self, *, wait_s: float) -> str:
+        """Under the run's lock; says what is still not told after that time, empty if nothing."""
+        stages = self.run.stages()
+        for stage in stages:
+            journal.end_dead(stage)
+        tracker = Tracker(self.target, self.run, stages)
+        missing = tracker.close(_status(self.run), wait_s=wait_s, give_up=lambda: False)
+        return missing or "; ".join(tracker.complaints())
+
+
+def left(run: RunDir) -> Left | None:
+    """None where all was told, or `pipeline.yaml`, which says where MLflow is, cannot be read."""
+    known, resolved = dict(run.info.get("tracking") or {}), run.read_pipeline()
+    settings = TrackingSettings.model_validate(resolved.get("tracking") or {})
+    if not (known.get("pending") and known.get("id") and resolved and settings.enabled):
+        return None
+    return Left(run, _target(settings, str(resolved.get("name") or run.name), resolved, run, str(known["id"])))
+
+
+def _status(run: RunDir) -> Status:
+    """Of a run whose orchestrator is gone."""
+    names = run.read_pipeline().get("stages", {})
+    if names and all(run.stage(name).record() for name in names):
+        return "FINISHED"
+    last = [found[-1][1].ended for stage in run.stages() if (found := journal.entries(stage))]
+    return "FAILED" if any(ended and ended.status == "FAILED" for ended in last) else "KILLED"
+
+
+def end_stale(workspace: Workspace, working: Iterable[RunDir], *, dry_run: bool) -> list[str]:
+    """Runs that the workspace's own database has RUNNING, and that are not of the runs `working`: marked as killed.
+
+    Their names. Raises Unreachable where the database does not answer. On a server, which others use too, nobody can
+    tell whose runs are dead; those of runs that are still here are set right when they are told.
+    """
+    database = workspace.tracking_database
+    if not database.exists():
+        return []
+    living = {str(known["id"]) for run in working if (known := run.info.get("tracking")) and known.get("id")}
+    try:
+        return server.end_stale(server.connect(f"sqlite:///{database}", database), living, dry_run=dry_run)
+    except Exception as error:  # of MLflow, its database or a library of theirs: none of ours can be in there
+        raise Unreachable(server.reason(error)) from error
 
 
 class Tracker:
@@ -125,7 +199,9 @@ class Tracker:
         self._wake = threading.Event()
         self._status: Status | None = None  # of the whole run, once it is over
         self._told = False
-        self._error = ""
+        self._unended = False  # an end could not be written down: the next process finds it out
+        self._error = ""  # of the last try
+        self._complained = 0  # how often of the server
         self._thread = threading.Thread(target=self._work, name="tracking", daemon=True)
         if self._open:
             self._thread.start()
@@ -143,8 +219,13 @@ class Tracker:
             data=what.data,
             attempt=attempt.number,
             started=time.time(),
+            pipeline_run=self._target.pipeline_run,
         )
-        journal.begin(stage, attempt, entry, resumed=what.resumed)
+        try:
+            journal.begin(stage, attempt, entry, resumed=what.resumed)
+        except OpdctlError as error:  # a full disk: the stage will say so itself if it has to
+            self._complaints.put(f"tracking: attempt {attempt.number} of {stage.name} is not tracked: {error}")
+            return
         with self._lock:
             self._open[stage.name] = stage
             self._running.add(stage.name)
@@ -153,7 +234,11 @@ class Tracker:
 
     def ended(self, stage: StageDir, attempt: Attempt, status: Status, message: str, record: Record | None) -> None:
         published = journal.published(stage, record) if record else None
-        journal.end(attempt, Ending(status, time.time(), redact(message), published))
+        try:
+            journal.end(attempt, Ending(status, time.time(), redact(message), published))
+        except OpdctlError as error:
+            self._unended = True
+            self._complaints.put(f"tracking: the end of {stage.name} is told by the next run: {error}")
         with self._lock:
             self._running.discard(stage.name)
 
@@ -172,12 +257,16 @@ class Tracker:
         deadline = time.monotonic() + wait_s
         while self._thread.is_alive() and time.monotonic() < deadline and not give_up():
             self._thread.join(timeout=0.05)
-        if self._told or self._thread.ident is None:
-            self._run.write_info(tracking={**self._run.info["tracking"], "pending": False})
+        if (self._told or self._thread.ident is None) and not self._unended:
+            with contextlib.suppress(OpdctlError):  # the next process looks once more, and finds nothing left to tell
+                self._run.write_info(tracking={"id": self._target.pipeline_run, "pending": False})
             return ""
         waiting = ", ".join(self._open) or "the end of the run"
         why = f": {self._error}" if self._error else ""
-        return f"not yet in MLflow at {redact(self._target.uri)}: {waiting}{why}; the next run of this pipeline tells it"
+        return (
+            f"not yet in MLflow at {redact(self._target.uri)}: {waiting}{why}; "
+            f"the next run of this pipeline tells it, or: opdctl repair {self._run.name}"
+        )
 
     # ------------------------------------------------------------------ the thread's side
 
@@ -188,8 +277,8 @@ class Tracker:
             last = self._status is not None  # read before the work: all that it is about is on disk by now
             try:
                 writer = self._tell(writer, last)
-                failures = 0
-            except _errors() as error:
+                failures, self._error = 0, ""
+            except Exception as error:  # the boundary: whatever MLflow, its database or the network raise stays here
                 writer, failures = None, failures + 1  # a call may or may not have come through: look again
                 self._complain(error)
             if last:
@@ -199,39 +288,36 @@ class Tracker:
     def _tell(self, writer: "Writer | None", last: bool) -> "Writer":
         from opdctl.tracking.writer import Writer
 
-        writer = writer or Writer(self._target)
+        writer = writer or Writer(self._target, self._complaints.put)
         with self._lock:
             stages, running = dict(self._open), set(self._running)
+        trouble: Exception | None = None
         for name, stage in stages.items():
-            writer.sync(stage)
+            try:
+                writer.sync(stage)
+            except Exception as error:  # the boundary, as above; one stage does not hold back the others
+                if server.is_away(error):
+                    raise
+                trouble = trouble or error
+                continue
             for attempt, entry in journal.entries(stage):
                 if (run_id := writer.run_id(entry.curve)) is not None:
                     self._run_ids[str(attempt.path)] = run_id
             with self._lock:
                 if name not in running and name not in self._running:
                     self._open.pop(name)
+        if trouble is not None:
+            raise trouble
         if last and self._status is not None:
             writer.finish(self._status)
             self._told = True
         return writer
 
     def _complain(self, error: BaseException) -> None:
-        text = redact(next(iter(str(error).splitlines()), "") or type(error).__name__)
-        if not self._error:
+        self._error = server.reason(error)
+        if not self._complained:
             self._complaints.put(
-                f"tracking: MLflow at {redact(self._target.uri)} does not answer as it should ({text}); "
+                f"tracking: MLflow at {redact(self._target.uri)} does not answer as it should ({self._error}); "
                 "training goes on, and what is missing there is told later"
             )
-        self._error = text
-
-
-def _errors() -> tuple[type[BaseException], ...]:
-    """All that a server, a database or a network can do to us. MLflow that cannot be imported is among it."""
-    errors = (OSError, ImportError, JSONDecodeError)
-    try:
-        from alembic.util import CommandError
-        from mlflow.exceptions import MlflowException
-        from sqlalchemy.exc import SQLAlchemyError
-    except ImportError:
-        return errors
-    return (*errors, CommandError, MlflowException, SQLAlchemyError)
+        self._complained += 1

@@ -4,7 +4,6 @@ A curve is one training of a stage: the attempts that carried it on, one MLflow 
 other parents, or after the stage was published begins another curve.
 """
 
-import time
 import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -52,6 +51,7 @@ class Entry:
     started: float  # seconds since the epoch
     curve: str = field(default_factory=lambda: uuid.uuid4().hex)
     ended: Ending | None = None
+    pipeline_run: str = ""  # unique id of the pipeline run, also in run.json
 
 
 def begin(stage: StageDir, attempt: Attempt, entry: Entry, *, resumed: bool) -> None:
@@ -84,7 +84,9 @@ def end_dead(stage: StageDir) -> None:
             )
         else:
             seen = attempt.events if attempt.events.exists() else _file(attempt)
-            end(attempt, Ending("KILLED", seen.stat().st_mtime, "the orchestrator ended before the stage did"))
+            told = read_json(attempt.path / "error.json", "message")
+            why = str(told["message"]) if told else "the orchestrator ended before the stage did"
+            end(attempt, Ending("FAILED" if told else "KILLED", seen.stat().st_mtime, why))
 
 
 def published(stage: StageDir, record: Record) -> Published:
@@ -98,16 +100,17 @@ def entries(stage: StageDir) -> list[tuple[Attempt, Entry]]:
     return [(attempt, entry) for attempt, entry in found if entry is not None]
 
 
+def pipeline_run(stage: StageDir) -> str:
+    """The unique id of the pipeline run that the stage was last tracked under; empty if it never was."""
+    return next((entry.pipeline_run for _, entry in reversed(entries(stage)) if entry.pipeline_run), "")
+
+
 def curves(stage: StageDir) -> Iterable[list[tuple[Attempt, Entry]]]:
     """The attempts of each curve, oldest first."""
     by_curve: dict[str, list[tuple[Attempt, Entry]]] = {}
     for attempt, entry in entries(stage):
         by_curve.setdefault(entry.curve, []).append((attempt, entry))
     return by_curve.values()
-
-
-def now() -> float:
-    return time.time()
 
 
 def _file(attempt: Attempt) -> Path:

@@ -4,53 +4,31 @@ Nothing is found again by memory: runs by their tags, the end of a curve by the 
 models by their record's id. So a call whose answer was lost does not double anything.
 """
 
-import fcntl
 import getpass
 import json
-import logging
-import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opdctl.backends.contract import Event
 from opdctl.backends.events import EventTail
 from opdctl.records import SELECTION, Parent
+from opdctl.secrets import redact
 from opdctl.store import Attempt, StageDir
+from opdctl.tracking import guards
 from opdctl.tracking.journal import Ending, Entry, Published, curves
-from opdctl.tracking.names import LONGEST_TAG, cut, flatten_metrics, flatten_params, safe_name
+from opdctl.tracking.names import LONGEST_TAG, MARKER, Flat, cut, fit, flatten_metrics, flatten_params, safe_name
+from opdctl.tracking.server import Target, connect, is_away, probe, reason, search_runs, send
 
 if TYPE_CHECKING:
-    from mlflow import MlflowClient
     from mlflow.entities import Metric, Run
 
-MARKER = "step"  # logged with every event: its last value in MLflow is the end of what is there
 BATCH = 900  # metrics in one request; MLflow takes 1000 of all things together
-PARAMS = 100  # in one request, MLflow's limit
+PARAMS = 100  # params or tags in one request, MLflow's limit
 REPORTS = ("report.json", SELECTION)
-
-# Only where the user has not said otherwise. A server that is down is tried again later, by us.
-ENVIRONMENT = {
-    "MLFLOW_DISABLE_TELEMETRY": "true",
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
-    "MLFLOW_HTTP_REQUEST_TIMEOUT": "15",
-    "MLFLOW_LOGGING_LEVEL": "WARNING",
-}
-
-
-@dataclass(frozen=True)
-class Target:
-    """Where a pipeline run is tracked."""
-
-    uri: str
-    database: Path | None  # the workspace's own SQLite file, if that is what `uri` is
-    artifacts: str | None  # where a new experiment keeps artifacts; None: where the server wants them
-    experiment: str
-    pipeline: str
-    run: str
-    pipeline_run: str  # unique id of this pipeline run
-    resolved: Mapping[str, Any]
 
 
 @dataclass
@@ -62,22 +40,27 @@ class Curve:
     closed: str  # value of the tag `opdctl.closed`
     tails: dict[int, EventTail] = field(default_factory=dict)  # attempt -> its events
     attempt: int = 0  # last attempt that was announced
+    owed: bool = False  # its settings are not there yet as a file
+    guarded: dict[int, tuple[int, ...]] = field(default_factory=dict)  # attempt -> state of its guards' files, as told
 
 
 class Writer:
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Target, complain: Callable[[str], None] = lambda text: None) -> None:
         """Connects, and finds or makes the experiment and the pipeline's run."""
-        self._target = target
-        self._client = connect(target)
+        self._target, self._complain = target, complain
+        self._client = connect(target.uri, target.database)
         self._experiment = self._find_experiment()
-        found = {run.data.tags.get("opdctl.curve", ""): run for run in self._search_runs()}
+        found = self._adopt()
         self._curves = {curve: _curve(run) for curve, run in found.items() if curve}
         self._parent = found[""].info.run_id if "" in found else self._create_parent()
         self._client.update_run(self._parent, status="RUNNING")
+        self._owes_pipeline = self._is_new(found.get(""))
 
     def sync(self, stage: StageDir) -> None:
         for attempts in curves(stage):
             self._sync_curve(stage, attempts)
+        if self._owes_pipeline:  # last, for what cannot be stored must not hold back what can
+            self._store_pipeline()
 
     def run_id(self, curve: str) -> str | None:
         known = self._curves.get(curve)
@@ -104,19 +87,18 @@ class Writer:
             raise MlflowException(f"experiment '{name}' is deleted in MLflow; restore it or set tracking.experiment")
         return str(experiment.experiment_id)
 
-    def _search_runs(self) -> list["Run"]:
-        found: list[Run] = []
-        token: str | None = None
-        while True:
-            page = self._client.search_runs(
-                [self._experiment],
-                f"tags.`opdctl.pipeline_run` = '{self._target.pipeline_run}'",
-                max_results=1000,
-                page_token=token,
-            )
-            found += page
-            if not (token := page.token):
-                return found
+    def _adopt(self) -> dict[str, "Run"]:
+        """Runs by their curve. A request whose answer was lost may have made a second one: the fuller stays."""
+        found: dict[str, Run] = {}
+        ours = f"tags.`opdctl.pipeline_run` = '{self._target.pipeline_run}'"
+        runs = sorted(search_runs(self._client, [self._experiment], ours), key=lambda run: str(run.info.run_id))
+        for run in sorted(runs, key=lambda run: run.data.metrics.get(MARKER, -1), reverse=True):
+            curve = run.data.tags.get("opdctl.curve", "")
+            if curve in found:
+                self._client.delete_run(run.info.run_id)
+            else:
+                found[curve] = run
+        return found
 
     def _tags(self) -> dict[str, str]:
         target = self._target
@@ -131,8 +113,20 @@ class Writer:
 
     def _create_parent(self) -> str:
         run = self._client.create_run(self._experiment, tags=self._tags(), run_name=self._target.run)
-        self._client.log_dict(run.info.run_id, dict(self._target.resolved), "pipeline.yaml")
         return str(run.info.run_id)
+
+    def _is_new(self, parent: "Run | None") -> bool:
+        return parent is None or parent.data.tags.get("opdctl.pipeline_digest") != self._digest()
+
+    def _digest(self) -> str:
+        return sha256(json.dumps(self._target.resolved, sort_keys=True, default=str).encode()).hexdigest()
+
+    def _store_pipeline(self) -> None:
+        resolved = dict(self._target.resolved)
+        store = partial(self._client.log_dict, self._parent, resolved, "pipeline.yaml")
+        self._store(self._parent, "pipeline.yaml", store)
+        self._client.set_tag(self._parent, "opdctl.pipeline_digest", self._digest())
+        self._owes_pipeline = False
 
     def _create_child(self, entry: Entry) -> Curve:
         labels = {safe_name(name): value for name, value in entry.labels.items()}
@@ -159,15 +153,17 @@ class Writer:
         if curve.attempt != last.attempt:
             self._announce(curve, last)
         for attempt, entry in attempts:
-            tail = curve.tails.setdefault(entry.attempt, EventTail(attempt.events))
-            self._log_events(curve, tail.read())
+            for events in curve.tails.setdefault(entry.attempt, EventTail(attempt.events)).parts():
+                self._log_events(curve, events)
+        for attempt, entry in attempts:
+            self._tell_guards(curve, attempt, entry)
+        if curve.owed:
+            self._store_settings(curve, last)
         if last.ended is not None:
             self._close(stage, curve, last, last.ended)
 
     def _announce(self, curve: Curve, entry: Entry) -> None:
         """A new attempt, or the first look at a curve that another process began."""
-        from mlflow.entities import RunTag
-
         client, run_id = self._client, curve.run_id
         client.update_run(run_id, status="RUNNING")
         run = client.get_run(run_id)
@@ -175,20 +171,26 @@ class Writer:
         params = flatten_params(entry.settings) | {"fingerprint": entry.fingerprint}
         for key, value in params.items():
             if run.data.params.get(key, value) != value:  # a grown budget: MLflow's params never change
-                tags[f"changed.{key}"[:250]] = cut(value, LONGEST_TAG)
-        new = [(key, value) for key, value in params.items() if key not in run.data.params]
-        self._log_params(run_id, new)
-        client.log_dict(run_id, {"stage": entry.stage, "kind": entry.kind, **entry.settings}, "stage.yaml")
+                tags[fit(f"changed.{key}")] = cut(value, LONGEST_TAG)
+        self._log_params(curve, [(key, value) for key, value in params.items() if key not in run.data.params])
         self._link_inputs(run, entry)
-        client.log_batch(run_id, tags=[RunTag(key, value) for key, value in tags.items()])
-        curve.attempt, curve.closed = entry.attempt, ""
+        self._log_tags(curve, tags | {fit(f"input.{role}"): text for role, text in _describe(entry.parents).items()})
+        curve.attempt, curve.closed, curve.owed = entry.attempt, "", True
 
-    def _log_params(self, run_id: str, params: list[tuple[str, str]]) -> None:
+    def _log_params(self, curve: Curve, params: list[tuple[str, str]]) -> None:
         from mlflow.entities import Param
 
         for start in range(0, len(params), PARAMS):
             chunk = [Param(key, value) for key, value in params[start : start + PARAMS]]
-            self._client.log_batch(run_id, params=chunk)
+            self._send(curve, chunk, lambda given: self._client.log_batch(curve.run_id, params=given))
+
+    def _log_tags(self, curve: Curve, tags: Mapping[str, str]) -> None:
+        from mlflow.entities import RunTag
+
+        told = [RunTag(key, value) for key, value in tags.items()]
+        for start in range(0, len(told), PARAMS):
+            chunk = told[start : start + PARAMS]
+            self._send(curve, chunk, lambda given: self._client.log_batch(curve.run_id, tags=given))
 
     def _log_events(self, curve: Curve, events: Iterable[Event]) -> None:
         """Those that MLflow does not have. An event is never split over requests unless it is larger than one."""
@@ -202,21 +204,57 @@ class Writer:
             flat = flatten_metrics(event.metrics)
             numbers = flat.numbers | {MARKER: float(event.step)}  # the marker last
             metrics = [Metric(key, value, _ms(event.time), event.step) for key, value in numbers.items()]
-            notes |= {f"text.{key}"[:250]: text for key, text in flat.texts.items()}
-            if flat.not_finite:
-                notes["opdctl.not_finite"] = cut(f"step {event.step}: {', '.join(flat.not_finite)}", LONGEST_TAG)
+            notes |= _notes(flat)
             if len(waiting) + len(metrics) > BATCH:
-                self._send(curve, waiting)
+                self._log_metrics(curve, waiting)
                 waiting = []
             waiting += metrics
             curve.cursor = event.step
-        self._send(curve, waiting)
-        for key, value in notes.items():
-            self._client.set_tag(curve.run_id, key, value)
+        self._log_metrics(curve, waiting)
+        self._log_tags(curve, notes)
 
-    def _send(self, curve: Curve, metrics: list["Metric"]) -> None:
+    def _log_metrics(self, curve: Curve, metrics: list["Metric"]) -> None:
         for start in range(0, len(metrics), BATCH):
-            self._client.log_batch(curve.run_id, metrics=metrics[start : start + BATCH])
+            chunk = metrics[start : start + BATCH]
+            self._send(curve, chunk, lambda given: self._client.log_batch(curve.run_id, metrics=given))
+
+    def _tell_guards(self, curve: Curve, attempt: Attempt, entry: Entry) -> None:
+        """What the gate and the watchdog found, whenever there is more of it."""
+        state = guards.state(attempt)
+        if not any(state) or curve.guarded.get(entry.attempt) == state:
+            return
+        self._log_tags(curve, guards.tags(attempt))
+        for path in guards.files(attempt):
+            self._store(curve.run_id, path.name, partial(self._client.log_artifact, curve.run_id, str(path)))
+        curve.guarded[entry.attempt] = state
+
+    # ------------------------------------------------------------------ what MLflow would not take
+
+    def _send(self, curve: Curve, items: list[Any], log: Callable[[list[Any]], object]) -> None:
+        self._leave_out(curve.run_id, send(self._client, curve.run_id, items, log))
+
+    def _store(self, run_id: str, name: str, store: Callable[[], object]) -> None:
+        """A file. Where the server lives and its files' store does not, metrics and models are told without."""
+        try:
+            store()
+        except Exception as error:  # of whichever library talks to that store
+            if is_away(error):
+                raise
+            probe(self._client, run_id)
+            self._leave_out(run_id, [f"{name}: {reason(error)}"])
+
+    def _leave_out(self, run_id: str, lines: list[str]) -> None:
+        if lines:
+            text = "; ".join(lines)
+            self._client.set_tag(run_id, "opdctl.left_out", cut(text, LONGEST_TAG))
+            self._complain(
+                f"tracking: MLflow at {redact(self._target.uri)} does not take {cut(text, 300)}; it stays on disk"
+            )
+
+    def _store_settings(self, curve: Curve, entry: Entry) -> None:
+        whole = {"stage": entry.stage, "kind": entry.kind, **entry.settings}
+        self._store(curve.run_id, "stage.yaml", partial(self._client.log_dict, curve.run_id, whole, "stage.yaml"))
+        curve.owed = False
 
     # ------------------------------------------------------------------ the end of a curve
 
@@ -235,12 +273,13 @@ class Writer:
 
         client, run_id = self._client, curve.run_id
         run = client.get_run(run_id)
-        final = {k: v for k, v in flatten_metrics(published.metrics).numbers.items() if k not in run.data.metrics}
-        self._send(curve, [Metric(key, value, _ms(ending.time), published.step) for key, value in final.items()])
-        client.set_tag(run_id, "opdctl.record", published.record_id)
+        flat = flatten_metrics(published.metrics)
+        final = {key: value for key, value in flat.numbers.items() if key not in run.data.metrics}
+        self._log_metrics(curve, [Metric(key, value, _ms(ending.time), published.step) for key, value in final.items()])
+        self._log_tags(curve, {"opdctl.record": published.record_id} | _notes(flat))
         for report in (Path(published.folder) / name for name in REPORTS):
             if report.exists():
-                client.log_artifact(run_id, str(report))
+                self._store(run_id, report.name, partial(client.log_artifact, run_id, str(report)))
         if any(name.endswith(".safetensors") for name in published.digests):
             model = self._model(published.record_id) or self._create_model(run_id, entry, published)
             known = run.outputs.model_outputs if run.outputs else []
@@ -272,11 +311,18 @@ class Writer:
         return str(model.model_id)
 
     def _model(self, record_id: str) -> str | None:
-        """The LoggedModel of a checkpoint."""
+        """The LoggedModel of a checkpoint: of several, which lost answers made, the first, and it is finalized."""
         found = self._client.search_logged_models(
-            [self._experiment], filter_string=f"tags.`opdctl.record` = '{record_id}'", max_results=1
+            [self._experiment], filter_string=f"tags.`opdctl.record` = '{record_id}'"
         )
-        return str(found[0].model_id) if found else None
+        if not found:
+            return None
+        first, *others = sorted(found, key=lambda model: (model.creation_timestamp, model.model_id))
+        if str(first.status) != "READY":
+            self._client.finalize_logged_model(first.model_id, "READY")
+        for other in others:
+            self._client.delete_logged_model(other.model_id)
+        return str(first.model_id)
 
     def _link_inputs(self, run: "Run", entry: Entry) -> None:
         """The data and the parents' models as inputs of the run; parents from elsewhere are in the tags only."""
@@ -292,30 +338,17 @@ class Writer:
             data = [DatasetInput(Dataset(name, digest[:36], "opdctl", name)) for name, digest in entry.data.items()]
             if data:
                 self._client.log_inputs(run.info.run_id, datasets=data)
-        tags = {f"input.{role}"[:250]: text for role, text in _describe(entry.parents).items()}
-        for key, value in tags.items():
-            self._client.set_tag(run.info.run_id, key, value)
-
-
-def connect(target: Target) -> "MlflowClient":
-    """A client that works; a new SQLite store is set up by one process at a time, for two at once break it."""
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    logging.getLogger("alembic").setLevel(logging.WARNING)
-    from mlflow import MlflowClient
-
-    if target.database is None:
-        return MlflowClient(tracking_uri=target.uri)
-    with open(target.database.with_suffix(".lock"), "w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        client = MlflowClient(tracking_uri=target.uri)
-        client.search_experiments(max_results=1)
-        return client
 
 
 def _curve(run: "Run") -> Curve:
     cursor = int(run.data.metrics.get(MARKER, -1))
     return Curve(run.info.run_id, cursor, run.data.tags.get("opdctl.closed", ""))
+
+
+def _notes(flat: Flat) -> dict[str, str]:
+    """Texts among numbers, and names that were too long for a key."""
+    notes = {fit(f"text.{key}"): text for key, text in flat.texts.items()}
+    return notes | {f"name.{key[-12:]}": cut(name, LONGEST_TAG) for key, name in flat.names.items()}
 
 
 def _closing(entry: Entry) -> str:
