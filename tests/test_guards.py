@@ -10,7 +10,10 @@ import toy
 from opdctl import runner
 from opdctl.backends.contract import Event
 from opdctl.backends.events import EventTail, EventWriter
-from opdctl.store import StageDir
+from opdctl.guards import Guards
+from opdctl.plan import make_plan
+from opdctl.store import StageDir, Workspace
+from opdctl.verdicts import Outcome, Verdict, write_verdicts
 from opdctl.watchdog import Alarm
 from opdctl.watchdog.history import alarms_of, earlier_events, note_alarm
 
@@ -135,6 +138,43 @@ def test_a_full_disk_pauses_what_runs(tmp_path):
     outcome = toy.run(wanted)
     assert "disk.reserve_gib" in outcome.not_run["sft"]
     assert outcome.failed == {}
+
+
+def test_who_asked_is_told_of_a_pause_a_failure_and_the_end(tmp_path):
+    file = tmp_path / "told.jsonl"
+    stages = {"sft": toy.sft(steps=12), "bad": toy.sft(task="bad", seed=1, steps=4)}
+    knobs = {"plain": {"sleep_ms": 30, "still_from": 1}, "bad": {"refuse_at": 2}}
+    wanted = toy.pipeline(
+        stages,
+        knobs=knobs,
+        folder=tmp_path,
+        watch={"zero_gradient": {"steps": 1, "action": "pause"}},
+        notify={"command": ["sh", "-c", f"cat >> {file}; echo >> {file}"]},
+    )
+    toy.run(wanted)
+    first = [json.loads(line) for line in file.read_text().splitlines()]
+    assert {(one["event"], one["stage"], one["run"]) for one in first} == {
+        ("stopped", "sft", "r"), ("failed", "bad", "r"), ("failed", "", "r"),
+    }  # fmt: skip
+    assert first[-1]["message"].startswith("0 done; bad failed; sft not run: paused: ")
+
+    file.unlink()
+    toy.run(wanted)
+    assert [json.loads(line)["event"] for line in file.read_text().splitlines()] == ["finished"]
+
+
+def test_a_refusal_of_the_gate_is_known_and_warnings_are_told_once(tmp_path):
+    wanted = toy.pipeline({"sft": toy.sft()}, folder=tmp_path)
+    plan = make_plan(wanted, Workspace(tmp_path).run("r"))
+    guards, [item] = Guards(plan), plan.stages
+    made = plan.run.stage("sft").new_attempt()
+    guards.started(item, made)
+    assert guards.turn() == []
+    warned = Verdict("eos", "a -> b", Outcome.WARN, "two ids", "map them")
+    refused = Verdict("grader", "task plain", Outcome.REFUSE, "always 0", "mend it")
+    write_verdicts(made.gate, "key", [warned, refused])
+    assert [order.text for order in guards.turn()] == ["sft: gate: eos (warn): two ids"]
+    assert (guards.turn(), guards.ended("sft"), guards.refused) == ([], [], {"sft"})
 
 
 # ------------------------------------------------------------------------------------------- what earlier attempts saw

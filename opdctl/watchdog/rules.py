@@ -6,19 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from opdctl.settings import watch as settings
-from opdctl.watchdog.series import Drift, Jump, Point, Streak
+from opdctl.watchdog.series import Drift, Finding, Jump, Point, Streak, known, since
+from opdctl.watchdog.teacher_rules import OneTeacher, TeacherConstant
 
 KL = ("reverse_kl", "reference_kl")
 ENTROPY = ("student_entropy", "entropy")
 CUT = ("clip_fraction", "ratio_clip_fraction", "mismatch_fraction")
 LEARNED = ("accuracy", "acc")
-CANARY = "teacher_canary/"
-
-
-@dataclass(frozen=True)
-class Finding:
-    evidence: str
-    values: dict[str, float]
 
 
 class Detector(Protocol):
@@ -67,9 +61,9 @@ class ZeroAdvantage:
         told = "" if reward is None else f"; reward {reward:.3g}"
         told += "" if accuracy is None else f", accuracy {accuracy:.3g}"
         return Finding(
-            f"all rewards are equal in {share:.0%} of the groups, {_since(self.streak)} "
+            f"all rewards are equal in {share:.0%} of the groups, {since(self.streak)} "
             f"(zero_advantage.share: {self.rule.share:g}){told}",
-            _known(tied_groups=share, reward=reward, accuracy=accuracy),
+            known(tied_groups=share, reward=reward, accuracy=accuracy),
         )
 
     def forget(self) -> None:
@@ -100,7 +94,7 @@ class ZeroGradient:
         if self.streak.add((norm == 0.0 or lr == 0.0) and not solved, point.step) < self.rule.steps:
             return None
         what = "the gradient norm is 0" if norm == 0.0 else "the learning rate is 0"
-        return Finding(f"{what}, {_since(self.streak)}: the weights do not move", _known(grad_norm=norm, lr=lr))
+        return Finding(f"{what}, {since(self.streak)}: the weights do not move", known(grad_norm=norm, lr=lr))
 
     def forget(self) -> None:
         self.streak = Streak()
@@ -117,9 +111,9 @@ class Truncated:
             return None
         long = "" if length is None else f"; {length:.4g} tokens long on average"
         return Finding(
-            f"{share:.0%} of the completions are cut at max_completion_tokens, {_since(self.streak)} "
+            f"{share:.0%} of the completions are cut at max_completion_tokens, {since(self.streak)} "
             f"(truncated.share: {self.rule.share:g}){long}",
-            _known(truncated=share, length=length),
+            known(truncated=share, length=length),
         )
 
     def forget(self) -> None:
@@ -137,7 +131,7 @@ class KlStuck:
             return None
         whom = "teacher" if "reverse_kl" in point.metrics else "reference"
         return Finding(
-            f"KL towards the {whom} is {kl:.2g} nats per token, {_since(self.streak)} "
+            f"KL towards the {whom} is {kl:.2g} nats per token, {since(self.streak)} "
             f"(kl_stuck.below: {self.rule.below:g})",
             {"kl": kl},
         )
@@ -162,7 +156,7 @@ class KlHigh:
         enough = self.seen.add(kl)
         if self.over.add(kl > self.rule.above, point.step) >= self.rule.steps:
             return Finding(
-                f"KL is {kl:.3g} nats per token, {_since(self.over)} (kl_high.above: {self.rule.above:g})", {"kl": kl}
+                f"KL is {kl:.3g} nats per token, {since(self.over)} (kl_high.above: {self.rule.above:g})", {"kl": kl}
             )
         if not enough:
             return None
@@ -212,53 +206,11 @@ class Entropy:
         return Finding(
             f"entropy {how} its start: {base:.3g} (median of the first {self.rule.start} steps, deviation "
             f"{self.seen.deviation:.2g}) to {now:.3g} nats per token (of the last {self.rule.steps}){told}",
-            _known(entropy=now, start=base, deviation=self.seen.deviation, teacher=teacher, accuracy=accuracy),
+            known(entropy=now, start=base, deviation=self.seen.deviation, teacher=teacher, accuracy=accuracy),
         )
 
     def forget(self) -> None:
         self.seen.forget_recent()
-
-
-@dataclass
-class TeacherConstant:
-    rule: settings.TeacherConstant
-    streak: Streak = field(default_factory=Streak)
-
-    def see(self, point: Point) -> Finding | None:
-        if found := self._canary(point):  # of fixed tokens: no noise to wait for
-            return found
-        told, values = self._told(point)
-        if self.streak.add(bool(told), point.step) < self.rule.steps:
-            return None
-        return Finding(f"{told}, {_since(self.streak)}", values)
-
-    def _canary(self, point: Point) -> Finding | None:
-        moved, off = point.finite("teacher_canary"), point.finite("teacher_off_uniform")
-        values = _known(teacher_canary=moved, teacher_off_uniform=off)
-        if off is not None and off < self.rule.off_uniform:
-            told = f"a teacher gives the canary's tokens -ln V, to within {off:.2g} nats"
-            return Finding(f"{told} (teacher_constant.off_uniform: {self.rule.off_uniform:g})", values)
-        if moved is None or moved <= self.rule.drift:
-            return None
-        names = [name.removeprefix(CANARY) for name in point.metrics if name.startswith(CANARY)]
-        who = f"teacher {', '.join(names)}" if names else "a teacher"
-        told = f"{who} gives the canary's tokens log-probabilities {moved:.3g} nats from those at the start"
-        return Finding(f"{told} (teacher_constant.drift: {self.rule.drift:g})", values)
-
-    def _told(self, point: Point) -> tuple[str, dict[str, float]]:
-        share, entropy = point.finite("teacher_entropy_share"), point.finite("teacher_entropy")
-        if share is not None and share >= self.rule.uniform:
-            told = f"the teacher's entropy is {share:.1%} of ln V: it gives every token a log-probability near -ln V"
-            return told, _known(teacher_entropy_share=share, teacher_entropy=entropy)
-        spread = point.finite("teacher_logprob_std", "teacher_entropy_std")
-        level = point.finite("teacher_logprob", "teacher_entropy")
-        if spread is not None and level is not None and spread <= self.rule.spread and abs(level) > self.rule.sure:
-            told = f"the teacher says the same of every token: {level:.4g} with a deviation of {spread:.2g} nats"
-            return f"{told} (teacher_constant.spread: {self.rule.spread:g})", {"level": level, "spread": spread}
-        return "", {}
-
-    def forget(self) -> None:
-        self.streak = Streak()
 
 
 @dataclass
@@ -272,7 +224,7 @@ class ClipSaturated:
         for name, streak in self.streaks.items():
             share = point.finite(name)
             if share is not None and streak.add(share >= self.rule.share, point.step) >= self.rule.steps:
-                found.append(f"{name} is {share:.0%} of the tokens, {_since(streak)}")
+                found.append(f"{name} is {share:.0%} of the tokens, {since(streak)}")
                 values[name] = share
         return Finding(f"{'; '.join(found)} (clip_saturated.share: {self.rule.share:g})", values) if found else None
 
@@ -365,39 +317,6 @@ class Throughput:
     def forget(self) -> None:
         self.time.forget_recent()
         self.rate.forget_recent()
-
-
-@dataclass
-class OneTeacher:
-    rule: settings.OneTeacher
-    streak: Streak = field(default_factory=Streak)
-    whom: float | None = None
-
-    def see(self, point: Point) -> Finding | None:
-        share, whom = point.finite("teacher_share"), point.finite("teacher_most")
-        if share is None:  # there is but one
-            return None
-        if whom != self.whom:
-            self.streak = Streak()
-        self.whom = whom
-        if self.streak.add(share >= self.rule.share, point.step) < self.rule.steps:
-            return None
-        return Finding(
-            f"{share:.1%} of the rows are of one teacher{'' if whom is None else f', number {whom:.0f}'}, "
-            f"{_since(self.streak)}",
-            {"teacher_share": share},
-        )
-
-    def forget(self) -> None:
-        self.streak = Streak()
-
-
-def _since(streak: Streak) -> str:
-    return f"for {streak.count} steps, from step {streak.first} on"
-
-
-def _known(**values: float | None) -> dict[str, float]:
-    return {name: value for name, value in values.items() if value is not None}
 
 
 DETECTORS: Mapping[str, Callable[[Any], Detector]] = {

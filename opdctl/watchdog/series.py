@@ -115,3 +115,17 @@ class Jump:
     def forget_recent(self) -> None:
         for _ in range(max(0, len(self.values) - self.before)):
             self.values.pop()
+
+
+@dataclass(frozen=True)
+class Finding:
+    evidence: str
+    values: dict[str, float]
+
+
+def since(streak: Streak) -> str:
+    return f"for {streak.count} steps, from step {streak.first} on" if streak.count > 1 else f"at step {streak.first}"
+
+
+def known(**values: float | None) -> dict[str, float]:
+    return {name: value for name, value in values.items() if value is not None}

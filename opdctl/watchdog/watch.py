@@ -9,8 +9,8 @@ from opdctl.backends.contract import Event
 from opdctl.settings import Action, WatchSettings
 from opdctl.settings.watch import NoProgress, Rule, SaveTooOld
 from opdctl.watchdog.advice import ADVICE
-from opdctl.watchdog.rules import DETECTORS, Finding
-from opdctl.watchdog.series import Point
+from opdctl.watchdog.rules import DETECTORS
+from opdctl.watchdog.series import Finding, Point
 
 PACE = 16  # steps whose median is the usual time of one
 
