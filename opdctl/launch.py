@@ -43,7 +43,7 @@ class Launcher:
         are there already: raises StageRefused with all that it refuses."""
         by_backend: dict[str, list[StageSpec]] = {}
         for item in self._items:
-            by_backend.setdefault(item.stage.settings.backend, []).append(self._draft(item))
+            by_backend.setdefault(item.stage.settings.backend, []).append(self.draft(item))
         found = [BACKENDS[name].check(specs) for name, specs in by_backend.items()]
         problems = [f"stages.{stage}: {line}" for lines in found for stage, told in lines.items() for line in told]
         if not problems:
@@ -54,7 +54,7 @@ class Launcher:
         """Stage -> what files say about the models and rows that it will read. A stage that is still to run hands on
         the vocabulary and the settings of the model that it begins with, so these are compared already."""
         for item in self._items:
-            spec = self._draft(item)
+            spec = self.draft(item)
             if spec.gate:
                 settings = GateSettings.model_validate(spec.gate["settings"])
                 self._judged[item.stage.name] = accept(check_files(spec, settings), settings.accept)
@@ -64,10 +64,11 @@ class Launcher:
     def commands(self) -> dict[str, str]:
         """Stage -> the shell command that would run it by hand; empty for a stage without one."""
         return {
-            item.stage.name: BACKENDS[item.stage.settings.backend].command(self._draft(item)) for item in self._items
+            item.stage.name: BACKENDS[item.stage.settings.backend].command(self.draft(item)) for item in self._items
         }
 
-    def _draft(self, item: PlannedStage) -> StageSpec:
+    def draft(self, item: PlannedStage) -> StageSpec:
+        """To be looked at; `gate` says which inputs are missing, and what stands for them."""
         return self.spec(item, range(item.stage.settings.resources.gpus), None)
 
     def parents(self, item: PlannedStage) -> list[Parent]:
@@ -127,6 +128,7 @@ class Launcher:
             asked["trained"] = self._trained(item)
         if attempt is None:
             asked["stand_ins"] = self._stand_ins(item)
+            asked["missing"] = [one.label for one in item.stage.inputs if not self._there(one)]
         else:
             key = self._gate_key(item)
             if self._passed(item, key) is not None:
@@ -148,11 +150,16 @@ class Launcher:
                     found |= {key: _task_data(task, self._pipeline.folder) for key, task in settings.tasks.items()}
         return found
 
+    def _there(self, given: Input) -> bool:
+        if given.kind == "stage":
+            return self._run.stage(given.target).record() is not None
+        return given.kind == "model" or Path(self._folder(given)).is_dir()
+
     def _stand_ins(self, item: PlannedStage) -> dict[str, str]:
         """Number of an input that is still to be made -> folder of the model that it begins with, "" for a new one."""
         found = {}
         for number, given in enumerate(item.stage.inputs):
-            if given.kind == "stage" and self._run.stage(given.target).record() is None:
+            if not self._there(given):
                 folder = self._begins_with(given)
                 if folder is not None:
                     found[str(number)] = folder
@@ -164,9 +171,8 @@ class Launcher:
             return ""
         if given.kind != "stage":
             return self._folder(given)
-        stage = self._run.stage(given.target)
-        if stage.record() is not None:
-            return str(stage.checkpoint)
+        if self._there(given):
+            return str(self._run.stage(given.target).checkpoint)
         inputs = self._pipeline.stages[given.target].inputs
         first = [one for role in HANDED_ON for one in inputs if one.role == role]
         return self._begins_with(first[0]) if first else None

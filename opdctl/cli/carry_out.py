@@ -12,6 +12,7 @@ import typer
 from opdctl.cli.inspect import record_notes
 from opdctl.cli.options import (
     HERE,
+    AcceptOption,
     JsonOption,
     OnlyOption,
     OverridesArgument,
@@ -34,6 +35,7 @@ def run(
     run_name: RunOption = None,
     rerun: RerunOption = None,
     only: OnlyOption = None,
+    accept: AcceptOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done and do nothing.")] = False,
     json: JsonOption = False,
     workspace: WorkspaceOption = HERE,
@@ -42,7 +44,7 @@ def run(
 
     The first Ctrl-C finishes the steps in progress and saves; the second stops at once.
     """
-    planned = _make(pipeline, overrides, run_name, rerun, only, workspace)
+    planned = make(pipeline, overrides, run_name, rerun, only, accept, workspace)
     if dry_run:
         _show_plan(planned, {}, json)
         return
@@ -58,6 +60,7 @@ def run(
     if outcome.interrupted or outcome.failed:
         again = ["opdctl", "run", pipeline, *(overrides or ()), "--run", planned.run.name]
         again += [part for stage in only or () for part in ("--only", stage)]
+        again += [part for name in accept or () for part in ("--accept", name)]
         again += ["--workspace", str(workspace)] if workspace != Path.cwd() else []
         again = command_line(again)
         lead = "interrupted, the state is saved; " if outcome.interrupted else ""
@@ -71,6 +74,7 @@ def plan(
     run_name: RunOption = None,
     rerun: RerunOption = None,
     only: OnlyOption = None,
+    accept: AcceptOption = None,
     commands: Annotated[
         bool, typer.Option("--commands", help="Also show, and have checked, the commands that start verl's trainers.")
     ] = False,
@@ -78,7 +82,7 @@ def plan(
     workspace: WorkspaceOption = HERE,
 ) -> None:
     """Show the stages of a pipeline, what a run would do with each and why, and the losses. Changes nothing."""
-    planned = _make(pipeline, overrides, run_name, rerun, only, workspace)
+    planned = make(pipeline, overrides, run_name, rerun, only, accept, workspace)
     _show_plan(planned, _commands(planned) if commands else {}, json)
 
 
@@ -105,21 +109,24 @@ def validate(
         make_console().print(f"{loaded.source}: valid, {plural(len(loaded.stages), 'stage')}", soft_wrap=True)
 
 
-def _make(
+def make(
     pipeline: str,
     overrides: Sequence[str] | None,
     run_name: str | None,
     rerun: Sequence[str] | None,
     only: Sequence[str] | None,
+    accept: Sequence[str] | None,
     workspace: Path,
 ) -> "Plan":
+    """The plan that the arguments of a command ask for."""
     from opdctl.config import load_pipeline
     from opdctl.plan import make_plan
     from opdctl.store import Workspace
 
     loaded = load_pipeline(pipeline, overrides or (), workspace=workspace)
     directory = Workspace(workspace).run(run_name or loaded.settings.name)
-    return make_plan(loaded, directory, only=only or (), rerun=rerun or ())
+    planned = make_plan(loaded, directory, only=only or (), rerun=rerun or ())
+    return replace(planned, accept=tuple(accept or ()))
 
 
 def _commands(planned: "Plan") -> dict[str, str]:

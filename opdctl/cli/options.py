@@ -72,6 +72,32 @@ def complete_stages(context: typer.Context, incomplete: str) -> Iterator[str]:
         yield from (name for name in run.read_pipeline().get("stages", {}) if name.startswith(incomplete))
 
 
+def complete_checks(incomplete: str) -> Iterator[str]:
+    """Names of the gate's checks."""
+    yield from (name for name in gate_checks() if name.startswith(incomplete))
+
+
+def gate_checks() -> tuple[str, ...]:
+    from typing import get_args
+
+    from opdctl.settings import GateCheck
+
+    return get_args(GateCheck)
+
+
+def _known_checks(context: typer.Context, names: list[str] | None) -> list[str] | None:
+    from opdctl.errors import ConfigError
+    from opdctl.references import near_miss
+
+    if names and not context.resilient_parsing:
+        known = gate_checks()
+        if unknown := [name for name in names if name not in known]:
+            raise ConfigError(
+                [f"--accept {one}: no check is called so" + near_miss(one, known, "checks") for one in unknown]
+            )
+    return names
+
+
 HERE = Path()
 
 PipelineArgument = Annotated[
@@ -117,6 +143,16 @@ RerunOption = Annotated[
         metavar="STAGE",
         help="Run this stage from its start although it is finished or half-trained. Repeatable.",
         autocompletion=complete_stages,
+    ),
+]
+AcceptOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--accept",
+        metavar="CHECK",
+        help="Start although this check of the gate refuses, and note it in the lineage. Repeatable.",
+        callback=_known_checks,
+        autocompletion=complete_checks,
     ),
 ]
 JsonOption = Annotated[
