@@ -9,7 +9,7 @@ VERL := .venv-verl
 # One thread a process: test workers and stages run side by side, and more threads only slow each other down.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: venv demo test check recipe recipes real bench verl-env test-verl clean
+.PHONY: venv demo test check recipe recipes drills real bench verl-env test-verl clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -30,7 +30,7 @@ demo: venv  ## the whole recipe, from an untrained model to the fusion table: mi
 	$(BIN)/opdctl run pipelines/kimi_k3.yaml
 
 test: venv  ## the tests that take no learning and no other trainer
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --durations=10 --durations-min=5 -m "not recipe and not peer and not verl"
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --durations=10 --durations-min=5 -m "not recipe and not peer and not verl and not drills"
 
 check: venv  ## format, lint, types, layers, sizes
 	$(BIN)/ruff format --check .
@@ -44,6 +44,9 @@ recipe: venv  ## does the recipe learn what it should? the whole of it over seed
 
 recipes: venv  ## every packaged recipe at laptop scale, written down in docs/recipes.md: an hour of one core
 	$(BIN)/python -m scripts.recipes
+
+drills: venv  ## 200 failure drills, written down in docs/drills.md: 20 minutes on two cores; some: ONLY="3 17"
+	PYTHONPATH=tests $(BIN)/python -m drills $(ONLY)
 
 # verl's trainers and vLLM live in an environment of their own: they pin versions that opdctl does not want. This one is
 # for a machine without a GPU; on GPUs see runbooks/verl.md.

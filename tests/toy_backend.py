@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from opdctl.backends.contract import StageResult, Stopped
-from opdctl.errors import StageFailed
+from opdctl.errors import ProgramDied, StageFailed
 from opdctl.store import write_json
 
 REVISION = "toy-1"
@@ -131,6 +131,15 @@ def _first(spec):
 
 
 def _misbehave(spec, knobs, step):
+    if knobs.get("kill_always_at") == step:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if knobs.get("program_dies_at") == step and _first(spec):
+        raise ProgramDied("what it started was killed by SIGKILL")
+    if knobs.get("leave_at") == step:
+        os._exit(knobs["leave_with"])
+    if knobs.get("signal_at") == step:
+        signal.signal(knobs["signal"], signal.SIG_DFL)
+        os.kill(os.getpid(), knobs["signal"])
     if not _first(spec):
         return
     if knobs.get("hang_at") == step:

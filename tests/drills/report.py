@@ -1,0 +1,58 @@
+"""The table of all drills, docs/drills.md."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from drills.drill import Verdict
+
+ROOT = Path(__file__).resolve().parents[2]
+FILE = ROOT / "docs" / "drills.md"
+HEAD = """# Failure drills
+
+Written by `make drills` (seed {seed}; `tests/drills`). Each drill runs a small pipeline (SFT, two specialists of RL,
+distillation, evaluation) by the command line, strikes it with a fault, and runs it again to the end. It is survived if
+then all weights and reports equal those of an undisturbed run, every file of every checkpoint has the sha256 of its
+record, every parent is there, no half-trained state, process or lock is left, no run told of a bug, and MLflow (in the
+{tracked} drills of {count} that are tracked) has every point of every metric once and every run finished. {toy} drills
+train by hashing, where start-up and the moments between two stages weigh more; {engine} with the real engine.
+
+Healed: the next run went on by itself. Remedied: it refused first, and went on after what its message said to do
+(`--rerun STAGE`). `make drills ONLY=17` repeats drill 17.
+
+"""
+
+
+def table(verdicts: Sequence[Verdict], seed: int, seconds: float) -> str:
+    rows: dict[str, list[Verdict]] = {}
+    for one in sorted(verdicts, key=lambda one: one.drill.number):
+        rows.setdefault(one.drill.kind.row, []).append(one)
+    lines = ["| fault | drills | survived | healed | remedied | seconds, mean |", "|---|---|---|---|---|---|"]
+    lines += [_row(name, rows[name]) for name in _in_order(rows)]
+    lines.append(_row("**all**", verdicts))
+    count = {name: sum(one.drill.subject == name for one in verdicts) for name in ("toy", "engine")}
+    head = HEAD.format(seed=seed, tracked=sum(one.drill.tracked for one in verdicts), count=len(verdicts), **count)
+    return f"{head}{chr(10).join(lines)}\n\n{_rest(verdicts)}{seconds / 60:.0f} minutes in all.\n"
+
+
+def _in_order(rows: dict[str, list[Verdict]]) -> list[str]:
+    from drills.faults import KINDS
+
+    return [name for name in dict.fromkeys(kind.row for kind in KINDS) if name in rows]
+
+
+def _row(name: str, verdicts: Sequence[Verdict]) -> str:
+    survived = [one for one in verdicts if one.survived]
+    remedied = sum(bool(one.remedies) for one in survived)
+    mean = sum(one.seconds for one in verdicts) / len(verdicts)
+    cells = [len(verdicts), len(survived), len(survived) - remedied, remedied, f"{mean:.0f}"]
+    return f"| {name} | {' | '.join(str(cell) for cell in cells)} |"
+
+
+def _rest(verdicts: Sequence[Verdict]) -> str:
+    """Those that were not survived or not carried out."""
+    lost = [
+        f"- not survived: drill {one.drill.name}: {'; '.join(one.problems[:3])}" for one in verdicts if one.problems
+    ]
+    left = [f"- not carried out: drill {one.drill.name}: {one.skipped}" for one in verdicts if one.skipped]
+    lines = [line.replace("\n", " ") for line in (*lost, *left)]
+    return "\n".join(lines) + "\n\n" if lines else ""
