@@ -1,10 +1,70 @@
-"""The gate's questions to models, data and graders: asked in the worker, before the stage trains."""
+"""The gate's questions to models, data and graders: asked in the worker, before the stage trains.
 
-from opdctl.backends.contract import Control, StageSpec
-from opdctl.settings import GateSettings
-from opdctl.verdicts import Verdict
+Nothing that is asked here changes what the stage does: random numbers are named, not drawn from a state, and no file of
+the stage is touched.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from opdctl.backends.contract import Control, InputSpec, StageSpec
+from opdctl.engine.gate_pairs import judge_pair
+from opdctl.engine.gate_tasks import check_demonstrations, check_difficulty, check_graders
+from opdctl.engine.loop import open_vocabulary, role
+from opdctl.engine.probe import read_pairs
+from opdctl.engine.teachers import check_vocabularies
+from opdctl.errors import StageRefused
+from opdctl.settings import GateSettings, OpdSettings
+from opdctl.verdicts import Outcome, Verdict
 
 
 def check_models(spec: StageSpec, settings: GateSettings, control: Control) -> list[Verdict]:
     """Verdicts of what only models can answer. Raises Stopped where a stop is asked for meanwhile."""
-    return []
+    with torch.random.fork_rng(devices=[0] if spec.devices else []), torch.no_grad():
+        found = list(_asked(spec, settings, control))
+    if spec.devices:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    return found
+
+
+def _asked(spec: StageSpec, settings: GateSettings, control: Control) -> Iterator[Verdict]:
+    match spec.kind:
+        case "sft":
+            yield from check_demonstrations(spec, settings)
+        case "opd":
+            if spec.config["loss"].get("outcome_weight"):
+                yield from check_graders(spec, settings)
+            yield from _check_pairs(spec, settings, control)
+        case "rlvr":
+            yield from check_graders(spec, settings)
+            yield from check_difficulty(spec, settings, control)
+        case "eval" | "sample":
+            yield from check_graders(spec, settings)
+
+
+def _check_pairs(spec: StageSpec, settings: GateSettings, control: Control) -> Iterator[Verdict]:
+    own, [student], teachers = OpdSettings.model_validate(spec.config), role(spec, "student"), role(spec, "teachers")
+    foreign = _foreign(spec, student, teachers)
+    for number, refused in foreign.items():
+        evidence = f"not measured: {refused}"
+        yield Verdict("distance", f"{student.label} -> {teachers[number].label}", Outcome.WARN, evidence, refused.hint)
+    readable = [number for number in range(len(teachers)) if number not in foreign]
+    for reading in read_pairs(spec, settings, control, readable) if readable else ():
+        yield from judge_pair(reading, settings, own)
+
+
+def _foreign(spec: StageSpec, student: InputSpec, teachers: Sequence[InputSpec]) -> dict[int, StageRefused]:
+    """Teachers of another vocabulary, which the check of files refuses: their numbers would mean nothing."""
+    tokenizer, _, width = open_vocabulary(spec, student)
+    found = {}
+    try:
+        check_vocabularies(tokenizer, width, teachers)
+    except StageRefused:
+        for number, teacher in enumerate(teachers):
+            try:
+                check_vocabularies(tokenizer, width, [teacher])
+            except StageRefused as refused:
+                found[number] = refused
+    return found

@@ -50,7 +50,8 @@ def run(spec: StageSpec, control: Control) -> StageResult:
                 parts.append(trainer.update(distiller.losses(part)))
                 stretched |= extrapolation.after_update() if extrapolation else {}
             learning = {name: mean(part[name] for part in parts) for name in parts[0]}
-            return {**metrics, **learning, **stretched, **distiller.loss.metrics()}
+            watched = sampler.canary.metrics(states.said())
+            return {**metrics, **learning, **stretched, **distiller.loss.metrics(), **watched}
 
         return trainer.fit(iteration, updates=updates)
     finally:

@@ -12,6 +12,7 @@ from torch import Tensor
 from opdctl.backends.contract import StageSpec
 from opdctl.engine.advantages import group_advantages
 from opdctl.engine.batch import Sequence, micro_batches
+from opdctl.engine.canary import Canary
 from opdctl.engine.episodes import episode_metrics
 from opdctl.engine.journal import sampler
 from opdctl.engine.loop import Metrics, Trainer, mean, open_frozen, open_tasks, role
@@ -63,6 +64,7 @@ class Sampler:
         self.tasks = open_tasks(spec)
         self.mixer = Mixer(self.tasks, settings.data, "train", stream_seed(spec.seed, "opd"))
         self.router = Router(role(spec, "teachers"), settings.route_by, settings.default_teacher)
+        self.canary = Canary(trainer, [teacher.label for teacher in role(spec, "teachers")], settings.updates)
         self.seed = stream_seed(spec.seed, "opd-sample")
         self.partial: PartialRollouts | None = None
         if settings.rollout.partial is not None:
@@ -87,7 +89,8 @@ class Sampler:
         drawn, bonuses = [drawn[i] for i in kept], [outcome[i] for i in kept]
         sequences = [one.sequence for one in drawn]
         teachers = [one.teacher for one in drawn]
-        self.states.begin(sequences, {n: [i for i, own in enumerate(teachers) if own == n] for n in set(teachers)})
+        rows_of = {n: [i for i, own in enumerate(teachers) if own == n] for n in set(teachers)}
+        self.states.begin(sequences, rows_of, self.canary.due(step, sequences, teachers))
         old = self._old(drawn)
         reference = self.logprobs(self.reference, sequences) if self.reference else [None] * len(drawn)
         rows = [

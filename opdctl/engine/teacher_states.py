@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -28,22 +29,29 @@ from opdctl.engine.checkpoint import map_policy, save_new_model
 from opdctl.engine.loop import DTYPES, device_of, open_frozen
 from opdctl.engine.policy import Policy
 from opdctl.engine.teachers import TeacherPool, distinct
+from opdctl.engine.vocab import token_logprobs
 from opdctl.engine.weights import weight_files
 from opdctl.errors import StageRefused
 from opdctl.settings import NewModel
 
 _PAGE = 4096  # bytes
+Beside = Mapping[int, Items[Sequence]]
+NOTHING: Beside = MappingProxyType({})
 
 
 class States(Protocol):
     """Of models that score rows (teachers, a reference), by their number in the list that `open_states` was given."""
 
-    def begin(self, sequences: Items[Sequence], wanted: Mapping[int, Items[int]]) -> None:
-        """A new rollout batch. `wanted`: model -> the rows (indices into `sequences`) that it will be asked for."""
+    def begin(self, sequences: Items[Sequence], wanted: Mapping[int, Items[int]], beside: Beside = NOTHING) -> None:
+        """A new rollout batch. `wanted`: model -> the rows (indices into `sequences`) that it will be asked for.
+        `beside`: model -> what it reads when it is asked the first time, apart from its rows."""
 
     def get(self, number: int, rows: Items[int], *, then: int | None = None) -> tuple[Tensor, Tensor]:
         """(hidden_NE, head_VE) of a model, without gradient. N: these rows' completions, in the order given. `then`:
         the model wanted after it."""
+
+    def said(self) -> dict[int, Tensor]:
+        """Model -> log-probabilities of the tokens that it has read beside its rows, since the batch began."""
 
     def policy(self, number: int) -> Policy:
         """A whole model."""
@@ -69,14 +77,21 @@ class DirectStates:
             resident=int(spec.resources["resident_teachers"]),
         )
         self._sequences: Items[Sequence] = ()
+        self._beside: dict[int, Items[Sequence]] = {}
+        self._said: dict[int, Tensor] = {}
 
-    def begin(self, sequences: Items[Sequence], wanted: Mapping[int, Items[int]]) -> None:
-        self._sequences = sequences
+    def begin(self, sequences: Items[Sequence], wanted: Mapping[int, Items[int]], beside: Beside = NOTHING) -> None:
+        self._sequences, self._beside, self._said = sequences, dict(beside), {}
 
     @torch.no_grad()
     def get(self, number: int, rows: Items[int], *, then: int | None = None) -> tuple[Tensor, Tensor]:
         model = self._pool.get(self._same[number], then=None if then is None else self._same[then])
+        if (fixed := self._beside.pop(number, None)) is not None:
+            self._said[number] = _logprobs(model.hidden(model.batch(fixed)), model.head(), fixed)
         return model.hidden(model.batch([self._sequences[row] for row in rows])), model.head()
+
+    def said(self) -> dict[int, Tensor]:
+        return self._said
 
     def policy(self, number: int) -> Policy:
         return self._pool.get(self._same[number])
@@ -101,6 +116,8 @@ class CachedStates:
             lambda number: self._checkpoints[number].head(), resident=min(2, int(spec.resources["resident_teachers"]))
         )
         self._places: dict[tuple[int, int], tuple[Path, slice]] = {}  # (model, row) -> its tokens in a file
+        self._beside: dict[int, tuple[Items[Sequence], Tensor]] = {}  # model -> what it has read, hidden_NE
+        self._said: dict[int, Tensor] = {}
 
     def _checkpoint(self, number: int) -> "_Checkpoint":
         path = self._models[number].path
@@ -109,7 +126,7 @@ class CachedStates:
             save_new_model(NewModel.model_validate(self._spec.new_model), self._spec.seed, Path(path))
         return _Checkpoint(Path(path), self._student, device_of(self._spec), DTYPES[self._precision])
 
-    def begin(self, sequences: Items[Sequence], wanted: Mapping[int, Items[int]]) -> None:
+    def begin(self, sequences: Items[Sequence], wanted: Mapping[int, Items[int]], beside: Beside = NOTHING) -> None:
         self._clear()
         self._folder.mkdir(parents=True)
         rows: dict[int, set[int]] = defaultdict(set)
@@ -119,12 +136,15 @@ class CachedStates:
         for number, then in zip(numbers, [*numbers[1:], None], strict=True):
             if then is not None:
                 self._checkpoints[then].announce()
-            self._read(number, sequences, sorted(rows[number]))
+            self._read(number, sequences, sorted(rows[number]), beside)
 
     @torch.no_grad()
-    def _read(self, number: int, sequences: Items[Sequence], rows: Items[int]) -> None:
+    def _read(self, number: int, sequences: Items[Sequence], rows: Items[int], beside: Beside) -> None:
         """One model reads its rows and is gone."""
         body = self._checkpoints[number].body()
+        for asked, fixed in beside.items():
+            if self._same[asked] == number:
+                self._beside[asked] = fixed, body.hidden(body.batch(fixed))
         own = [sequences[row] for row in rows]
         for part in micro_batches(own, int(self._spec.resources["micro_batch_tokens"])):
             file = self._folder / f"{number}-{part.start}.safetensors"
@@ -137,11 +157,17 @@ class CachedStates:
                 at = end
 
     def get(self, number: int, rows: Items[int], *, then: int | None = None) -> tuple[Tensor, Tensor]:
-        number, then = self._same[number], None if then is None else self._same[then]
+        asked, number, then = number, self._same[number], None if then is None else self._same[then]
         places = [self._places[number, row] for row in rows]
         head_VE = self._heads.get(number, then=then)
+        if asked in self._beside:
+            fixed, hidden_NE = self._beside.pop(asked)
+            self._said[asked] = _logprobs(hidden_NE, head_VE, fixed)
         stored = {file: _mapped(file, "hidden") for file in dict.fromkeys(file for file, _ in places)}
         return torch.cat([stored[file][tokens] for file, tokens in places]).to(head_VE.device), head_VE
+
+    def said(self) -> dict[int, Tensor]:
+        return self._said
 
     def policy(self, number: int) -> Policy:
         return open_frozen(self._spec, self._models[number], self._precision)
@@ -152,6 +178,7 @@ class CachedStates:
 
     def _clear(self) -> None:
         self._places.clear()
+        self._beside, self._said = {}, {}
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
@@ -204,3 +231,9 @@ def _mapped(file: Path, name: str) -> Tensor:
     with safe_open(file, framework="pt") as stored:
         tensor: Tensor = stored.get_tensor(name)
         return tensor
+
+
+@torch.no_grad()
+def _logprobs(hidden_NE: Tensor, head_VE: Tensor, sequences: Items[Sequence]) -> Tensor:
+    targets_N = torch.tensor([token for sequence in sequences for token in sequence.targets], device=hidden_NE.device)
+    return token_logprobs(hidden_NE, head_VE, targets_N)[0].float().cpu()
