@@ -4,6 +4,7 @@ OpdctlError (1)
 |- ConfigError (2)      the pipeline, an override or a command-line value is not valid
 |- StageRefused (1)     a stage may not start: other settings under half-trained state, a bad input
 |- StageFailed (1)      a worker ended without the result it owed
+|  `- ProgramDied       what it had started was killed, which may pass
 |- RunBusy (1)          another process works in the same run
 `- Interrupted (130)    the user asked to stop; state is saved
 """
@@ -37,6 +38,10 @@ class StageRefused(OpdctlError):
 
 class StageFailed(OpdctlError):
     """A worker ended without the result it owed."""
+
+
+class ProgramDied(StageFailed):
+    """A program that a stage's worker had started was killed from outside, as the worker itself might have been."""
 
 
 class RunBusy(OpdctlError):

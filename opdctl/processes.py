@@ -91,6 +91,11 @@ def command_of(pid: int) -> str:
         return ""
 
 
+def killed(code: int) -> bool:
+    """Of an exit code: did a signal end the process that was none of its own making? The next try may be spared."""
+    return code < 0 and -code not in (signal.SIGSEGV, signal.SIGILL, signal.SIGFPE)
+
+
 def left(attempt: Path) -> bool:
     """May an attempt have left anything on this machine?"""
     note = _read_note(attempt)

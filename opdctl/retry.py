@@ -1,9 +1,10 @@
 """Which failures are tried again, and when."""
 
-import signal
 from dataclasses import dataclass
 
+from opdctl import processes
 from opdctl.settings import Retry
+from opdctl.supervisor import EXIT_DIED
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,10 @@ class Retries:
 
 
 def _transient(code: int | None, settings: Retry) -> bool:
-    """Death by a signal may pass, but not a crash of its own making; a told error is one for the user."""
+    """Death by a signal may pass, of the worker or of what it had started, but not a crash of its own making.
+
+    A told error is one for the user, whatever the settings say: they cannot name its code.
+    """
     if code is None:  # the fork server was killed
         return True
-    return -code not in (signal.SIGSEGV, signal.SIGILL, signal.SIGFPE) if code < 0 else code in settings.exit_codes
+    return processes.killed(code) or code == EXIT_DIED or code in settings.exit_codes

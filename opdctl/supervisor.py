@@ -40,6 +40,7 @@ SERVER_ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 EXIT_FAILED = 1  # an OpdctlError, told in `error_file`
+EXIT_DIED = 4  # a ProgramDied, told likewise
 EXIT_BUG = 3  # any other exception; its traceback is in the log
 HELD_BACK = (signal.SIGINT, signal.SIGTERM)  # from a worker, until it can heed them
 SERVER_LOST = 255  # multiprocessing's exit code where the server that would have reported it is gone
@@ -224,7 +225,7 @@ def _failure(code: int, attempt: Attempt) -> StageFailed:
             hint = f"the log says more: {attempt.log}"
         return StageFailed(f"its worker was killed by {name}", hint=hint)
     error = read_json(error_file(attempt), "message", "hint")
-    if code in (EXIT_FAILED, EXIT_BUG) and error is not None:
+    if code in (EXIT_FAILED, EXIT_DIED, EXIT_BUG) and error is not None:
         return StageFailed(error["message"], hint=error["hint"])
     if (free := shutil.disk_usage(attempt.path).free) < FULL_BYTES:  # not even the reason could be written
         return StageFailed(

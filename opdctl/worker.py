@@ -1,6 +1,7 @@
 """The child process: carries out one stage from spec.json and leaves result.json.
 
-Exit codes: 0 done, 1 an error that the user can act on, 3 a bug, 75 stopped on request with its state saved.
+Exit codes: 0 done, 1 an error that the user can act on, 3 a bug, 4 a program that it started was killed, 75 stopped on
+request with its state saved.
 error.json says what went wrong; the log has the traceback, unless an error of opdctl's own says all there is.
 """
 
@@ -25,12 +26,12 @@ from typing import cast
 
 from opdctl.backends.contract import EXIT_STOPPED, Backend, Event, InputSpec, StageSpec, Stopped
 from opdctl.backends.events import EventWriter
-from opdctl.errors import OpdctlError, StageFailed
+from opdctl.errors import OpdctlError, ProgramDied, StageFailed
 from opdctl.gate import check_files
 from opdctl.secrets import redact, reveal
 from opdctl.settings import GateSettings
 from opdctl.store import Attempt, write_json
-from opdctl.supervisor import EXIT_BUG, EXIT_FAILED, FULL_DISK, HELD_BACK, tell_failure
+from opdctl.supervisor import EXIT_BUG, EXIT_DIED, EXIT_FAILED, FULL_DISK, HELD_BACK, tell_failure
 from opdctl.verdicts import accept, refuse, write_verdicts
 
 
@@ -84,7 +85,7 @@ def _carry_out(backend: str, spec_path: Path, attempt: Attempt) -> int:
         tell_failure(attempt, str(error), error.hint)
         if error.__cause__ is not None:  # else the message says all there is, and calls would only hide it
             _print_traceback()
-        return EXIT_FAILED
+        return EXIT_DIED if isinstance(error, ProgramDied) else EXIT_FAILED
     except Exception as error:
         told = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
         full = os.strerror(errno.ENOSPC) in told  # from libraries, as other errors than OSError

@@ -7,6 +7,8 @@ from pydantic import Field, model_validator
 from opdctl.fields import Count, NonNegative, Positive, Settings
 from opdctl.secrets import reveal
 
+_TOLD = {0: "no failure", 1: "an error that was told", 2: "a configuration error", 75: "a stop that was asked for"}
+
 
 class Retry(Settings):
     """Of a stage whose worker died of something that may pass; never of one that was refused or told what is wrong."""
@@ -14,7 +16,14 @@ class Retry(Settings):
     attempts: Annotated[int, Field(ge=0)] = 2  # further ones, of one `opdctl run`
     wait_s: NonNegative = 5.0  # before the first of them
     factor: Annotated[float, Field(ge=1)] = 3.0  # each waits this many times longer than the one before
-    exit_codes: list[int] = []  # that count as transient beside death by a signal
+    # of a worker, that count as transient beside death by a signal; 3: any error that opdctl does not foresee
+    exit_codes: list[int] = []
+
+    @model_validator(mode="after")
+    def _failures(self) -> "Retry":
+        if told := [code for code in self.exit_codes if code in _TOLD]:
+            raise ValueError(f"exit_codes: {told[0]} is {_TOLD[told[0]]}: to try it again would not help")
+        return self
 
 
 class KeepBest(Settings):

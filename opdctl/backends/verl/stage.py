@@ -21,7 +21,7 @@ from opdctl.backends.verl.checkpoints import Saves
 from opdctl.backends.verl.layout import layout
 from opdctl.backends.verl.render import Command
 from opdctl.backends.verl.watch import Liveness, dump_stacks
-from opdctl.errors import StageFailed, StageRefused
+from opdctl.errors import ProgramDied, StageFailed, StageRefused
 from opdctl.processes import Tree
 from opdctl.records import read_json
 
@@ -176,7 +176,7 @@ class _Run:
             return
         if code:
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-            raise self._failed(f"verl {how}")
+            raise self._failed(f"verl {how}", ProgramDied if processes.killed(code) else StageFailed)
         of = f"of {self._steps(self.target)} steps"
         made = "without one new step" if self.step == self.start else f"after step {self._steps(self.step)}"
         raise StageFailed(
@@ -221,7 +221,7 @@ class _Run:
         limit = self.spec.workers["stall_timeout_s"]
         idle = self._alive.idle_s()
         if lost := self._alive.lost_head(HEAD_S):
-            raise self._failed(f"Ray's {lost} ended")
+            raise self._failed(f"Ray's {lost} ended", ProgramDied)
         if idle < limit:
             return
         told = dump_stacks(self.tree, self.spec.workers["python"], self.tree.attempt / "stacks.txt")
@@ -231,12 +231,12 @@ class _Run:
             hint=f"{told}; {self._see_log()}",
         )
 
-    def _failed(self, what: str) -> StageFailed:
+    def _failed(self, what: str, kind: type[StageFailed]) -> StageFailed:
         with self._log.path.open("rb") as log:
             log.seek(max(0, log.seek(0, 2) - 200_000))
             error = progress.last_error(log.read().decode(errors="replace"))
         told = f": {error}" if error else ""
-        return StageFailed(f"{what} after step {self._steps(self.step)}{told}", hint=self._see_log())
+        return kind(f"{what} after step {self._steps(self.step)}{told}", hint=self._see_log())
 
     def _steps(self, step: int) -> int:
         """In optimizer steps."""

@@ -13,13 +13,14 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any, NoReturn, Self
 
+from opdctl import processes
 from opdctl.backends.contract import Control, InputSpec, StageSpec, Stopped
 from opdctl.backends.vllm import read_config
 from opdctl.engine.checkpoint import load_vocabulary, save_new_model
 from opdctl.engine.eval import Candidate
 from opdctl.engine.rows import Renderer, stream_seed
 from opdctl.engine.sampling import Completions
-from opdctl.errors import StageFailed, StageRefused
+from opdctl.errors import ProgramDied, StageFailed, StageRefused
 from opdctl.processes import Tree, guarded
 from opdctl.settings import NewModel, Rollout
 from opdctl.workers import VllmResources
@@ -207,7 +208,8 @@ class Process:
     def _ended(self) -> NoReturn:
         code = self.process.wait()
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        raise StageFailed(f"vLLM's process for {self.label} {how}", hint=self._hint())
+        kind = ProgramDied if processes.killed(code) else StageFailed
+        raise kind(f"vLLM's process for {self.label} {how}", hint=self._hint())
 
     def _hung(self) -> NoReturn:
         self.process.send_signal(signal.SIGUSR1)

@@ -71,6 +71,7 @@ class Run:
             "machine": {"slots": 1, "cpus": 2, "gpus": 0},
             "workers": {"verl": {"python": str(PYTHON), "device": "cpu", "stall_timeout_s": self.stall_timeout_s}},
             "tracking": {"enabled": False},
+            "retry": {"attempts": 0},  # what a kill does is looked at before anything goes on
             "stages": {"it": {**self.stage, "config": {**self.stage["config"], "train": train}}},
         }
         (self.workspace / "p.yaml").write_text(yaml.safe_dump(tree))

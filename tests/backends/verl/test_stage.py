@@ -119,7 +119,7 @@ def test_a_failed_stage_goes_on_from_its_newest_save(tmp_path, monkeypatch):
 
 
 def test_a_save_cut_short_by_a_kill_is_not_resumed_from(tmp_path, monkeypatch):
-    with pytest.raises(StageFailed, match="killed by SIGKILL after step 3"):
+    with pytest.raises(ProgramDied, match="killed by SIGKILL after step 3"):  # which is tried again
         standin.run(monkeypatch, standin.spec(tmp_path), torn_at=4)
     checkpoints = tmp_path / "state" / "checkpoints"
     assert (checkpoints / "latest_checkpointed_iteration.txt").read_text() == ""

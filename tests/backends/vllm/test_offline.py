@@ -13,7 +13,7 @@ from opdctl import processes
 from opdctl.backends import vllm
 from opdctl.backends.contract import InputSpec, Stopped
 from opdctl.backends.vllm import offline
-from opdctl.errors import StageFailed, StageRefused
+from opdctl.errors import ProgramDied, StageFailed, StageRefused
 from opdctl.settings import Rollout
 from opdctl.workers import VllmResources, VllmWorkers
 
@@ -162,6 +162,7 @@ def test_a_failure_is_told_by_name(tmp_path, mode, told):
     with pytest.raises(StageFailed, match=told) as failure:
         vllm.run(spec, Recorder())
     assert str(Path(spec.events).parent / "log.txt") in failure.value.hint
+    assert isinstance(failure.value, ProgramDied) == (mode == "is killed")  # which is tried again
     assert not processes.find(Path(spec.events).parent)
 
 
