@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from opdctl.backends.contract import Event
+from opdctl.backends.contract import EXIT_STOPPED, Event
 from opdctl.plan import Decision, Plan, PlannedStage
 from opdctl.settings import WatchSettings
 from opdctl.store import Attempt, StageDir
@@ -20,6 +20,7 @@ from opdctl.watchdog.history import earlier_events, note_alarm
 
 LOOK_S = 5.0  # between two looks at the disk: its free space, and what was saved
 GIB = 1 << 30
+TIMING = ("no_progress", "throughput", "save_too_old")  # rules that say nothing of what was trained
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,14 @@ class Order:
     action: Literal["tell", "pause", "stop"]  # pause: save and end, the next run goes on; stop: the stage has failed
     text: str
     hint: str = ""
+    void: bool = False  # what was trained is not to be published, even where the worker got to the end meanwhile
+    extra_s: float = 0.0  # that the worker gets to save beyond the usual patience: it finishes its step first
+
+    def ends(self, code: int | None) -> bool:
+        """Is it this order that a worker ended by, with this exit code? A paused one may have failed by itself."""
+        if self.action == "pause":
+            return code is None or code < 0 or code == EXIT_STOPPED
+        return self.void or code != 0
 
 
 @dataclass
@@ -98,20 +107,29 @@ class Guards:
             note_alarm(one.attempt, alarm)
         text = f"{stage}: watchdog: {alarm.rule} at step {alarm.step}: {alarm.evidence}"
         causes = f"likely: {'; '.join(alarm.causes)}; see {alarm.runbook}"
-        if alarm.action in ("pause", "stop"):
-            go_on = f"to go on whatever it says: watch.{alarm.rule}.action=warn"
-            return Order(stage, "pause" if alarm.action == "pause" else "stop", text, f"{causes}; {go_on}")
-        return Order(stage, "tell", f"{text}; {causes}")
+        if alarm.action not in ("pause", "stop"):
+            return Order(stage, "tell", f"{text}; {causes}")
+        hint = f"{causes}; to go on whatever it says: watch.{alarm.rule}.action=warn"
+        extra_s = 0.0 if alarm.rule == "no_progress" else _extra_s(one.watch)
+        if alarm.action == "pause":
+            return Order(stage, "pause", text, hint, extra_s=extra_s)
+        return Order(stage, "stop", text, hint, void=alarm.rule not in TIMING, extra_s=extra_s)
 
     def _free(self) -> Iterator[Order]:
         free = shutil.disk_usage(self._path).free / GIB
         if free >= self._disk.reserve_gib:
             return
-        for stage in self._guarded:
+        for stage, one in self._guarded.items():
             yield Order(
                 stage,
                 "pause",
                 f"{stage}: {free:.2f} GiB are free at {self._path}, less than disk.reserve_gib "
                 f"({self._disk.reserve_gib:g}): it saves and pauses",
                 "free space: opdctl gc says what can go; then run again (runbooks/disk-full.md)",
+                extra_s=_extra_s(one.watch),
             )
+
+
+def _extra_s(watch: Watch) -> float:
+    """Three steps of the stage, or ten minutes where it has not made two yet."""
+    return 600.0 if watch.step_s is None else 3 * watch.step_s

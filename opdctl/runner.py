@@ -195,10 +195,11 @@ class _Execution:
             worker = supervisor.workers.get(order.stage)
             if order.action == "tell":
                 self._reporter.message(order.text)
-            elif worker is not None and order.stage not in self._halted:
+            elif order.stage not in self._halted and (worker is not None or order.void):
                 self._halted[order.stage] = order
-                worker.send(signal.SIGTERM)
-                self._deadlines[order.stage] = time.monotonic() + PATIENCE_S
+                if worker is not None:
+                    worker.send(signal.SIGTERM)
+                    self._deadlines[order.stage] = time.monotonic() + PATIENCE_S + order.extra_s
         for name, at in list(self._deadlines.items()):
             if at <= time.monotonic():  # it hangs
                 del self._deadlines[name]
@@ -246,7 +247,7 @@ class _Execution:
                     f"{self._restarted[worker.stage]}: its saved state was not found",
                     hint=f"put {stage.state} back as it was, or start the stage anew with --rerun '{worker.stage}'",
                 )
-            if halted is not None and worker.exit_code() != 0:
+            if halted is not None and halted.ends(worker.exit_code()):
                 if halted.action == "pause":
                     self._pause(item, worker, halted)
                     return

@@ -99,6 +99,26 @@ def test_a_stopped_stage_has_failed_with_the_evidence_and_is_not_tried_again_by_
     assert weights(wanted) == undisturbed
 
 
+def test_weights_of_a_stage_that_was_to_be_stopped_are_not_published_although_it_got_to_the_end(tmp_path):
+    wanted = watched(tmp_path, {"plain": {"nan_from": 12}})
+    outcome = toy.run(wanted)
+    assert "not_finite at step 12" in outcome.failed["sft"]
+    assert toy.stage(wanted, "sft").record() is None
+
+
+def test_a_stage_that_got_to_the_end_before_it_was_paused_is_done(tmp_path):
+    wanted = watched(tmp_path, {"plain": {"still_from": 12}}, zero_gradient={"steps": 1, "action": "pause"})
+    assert toy.run(wanted).done == ["sft"]
+    assert [alarm.rule for alarm in alarms(wanted)] == ["zero_gradient"]
+
+
+def test_a_worker_that_fails_by_itself_while_it_is_paused_has_failed(tmp_path):
+    knobs = {"plain": {"sleep_ms": 300, "still_from": 1, "refuse_late_at": 1}}
+    wanted = watched(tmp_path, knobs, zero_gradient={"steps": 1, "action": "pause"})
+    outcome = toy.run(wanted)
+    assert "loss is nan at step 3" in outcome.failed["sft"]
+
+
 @pytest.mark.parametrize("action", ["stop", "pause"])
 def test_a_worker_that_hangs_is_ended_after_its_patience_and_goes_on_from_its_save(
     tmp_path, monkeypatch, undisturbed, action

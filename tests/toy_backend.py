@@ -58,6 +58,9 @@ def _train(spec, control, knobs):
             train["max_steps"],
             {"loss": values[0], "reward": values[1]} | _odd(knobs, step) | _ill(spec, knobs, step),
         )
+        if knobs.get("refuse_late_at") == step:  # long enough after its event for a guard to act on that
+            time.sleep(1.0)
+            raise StageFailed("loss is nan at step 3", hint="lower the learning rate")
         stop = control.stop_requested() and step < train["max_steps"]
         if stop or step % train["save_every"] == 0:
             write_json(saved, {"step": step, "values": values})

@@ -32,7 +32,7 @@ class NoProgress(Rule):
     KINDS = (*TRAINING, "eval", "merge", "sample", "select")
 
     action: Action = "stop"  # a stage without steps of its own is only warned of: see OF_KINDS
-    times: Above = 30.0  # the median time of this stage's last steps
+    times: Above = 10.0  # the median time of this stage's last steps
     least_s: Positive = 1800.0  # and at least this
     start_s: Positive = 7200.0  # before the second step and after the last, when models are loaded and published
 

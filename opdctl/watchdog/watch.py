@@ -59,6 +59,11 @@ class Watch:
             if (alarm := self._judge(name, detector.see(point))) is not None
         ]
 
+    @property
+    def step_s(self) -> float | None:
+        """Seconds that a step usually takes; None before there were two."""
+        return median(self._pace) if self._pace else None
+
     def go_on(self, events: Iterable[Event]) -> None:
         """What earlier attempts of the same curve saw: what was usual at the start is kept, no alarm is told, and a
         fault that is still there is told again once it has held for as long as it takes."""
@@ -108,10 +113,10 @@ class Watch:
         quiet, least, pace = now - self._heard, rule.least_s, 0.0
         if quiet <= least:
             return None
-        if not self._pace or self._step >= self._total:
+        if self.step_s is None or self._step >= self._total:
             least = max(least, rule.start_s)
         else:
-            pace = median(self._pace)
+            pace = self.step_s
         if quiet <= max(least, rule.times * pace):
             return None
         usual = f"a step takes {pace:.3g} s" if pace else f"before step 2 and after the last {least:g} s are allowed"
