@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from opdctl.cli import carry_out, compare, data, fetch, inspect, logs, repair, surroundings
+from opdctl.cli import carry_out, check, compare, data, fetch, inspect, keep, logs, repair, surroundings
 from opdctl.cli.options import Invocation
 
 app = typer.Typer(
@@ -49,6 +49,7 @@ for _command in (
     carry_out.run,
     carry_out.plan,
     carry_out.validate,
+    check.check,
     inspect.status,
     logs.logs,
     inspect.lineage,
@@ -56,6 +57,10 @@ for _command in (
     compare.compare,
     compare.report,
     repair.repair,
+    keep.gc,
+    keep.verify,
+    keep.pin,
+    keep.unpin,
     surroundings.init,
     surroundings.export,
     surroundings.ui,
@@ -65,6 +70,7 @@ for _command in (
 app.add_typer(data.app, name="data")
 app.add_typer(fetch.app, name="model")
 data.app.command("fetch")(fetch.fetch_data)
+app.command("import")(keep.import_model)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -94,7 +94,7 @@ def _roots(workspace: "Workspace", checkpoint: str | None, run_name: str | None)
     from opdctl.errors import ConfigError
 
     if checkpoint is not None and Path(checkpoint).expanduser().is_dir():
-        return [_at_path(workspace, Path(checkpoint).expanduser().resolve())]
+        return [at_path(workspace, Path(checkpoint).expanduser().resolve())]
     run = find_run(workspace.path, run_name)
     if checkpoint is not None:
         return [finished_stage(run, checkpoint)[0]]
@@ -106,7 +106,7 @@ def _roots(workspace: "Workspace", checkpoint: str | None, run_name: str | None)
     return last
 
 
-def _at_path(workspace: "Workspace", path: Path) -> "StageDir":
+def at_path(workspace: "Workspace", path: Path) -> "StageDir":
     """The stage that published the checkpoint in a folder of this workspace."""
     from opdctl.errors import ConfigError
     from opdctl.records import read_record

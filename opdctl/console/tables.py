@@ -43,7 +43,7 @@ class StageLine:
     alarms: Sequence[Alarm] = ()  # of the watchdog, in the attempts that made its curve
 
 
-def _grid(*titles: str, right: Sequence[str] = ()) -> Table:
+def grid(*titles: str, right: Sequence[str] = ()) -> Table:
     table = Table.grid(padding=(0, 2))
     for title in titles:
         table.add_column(justify="right" if title in right else "left", no_wrap=title not in ("", "metrics", "note"))
@@ -52,7 +52,7 @@ def _grid(*titles: str, right: Sequence[str] = ()) -> Table:
 
 
 def stages_table(lines: Sequence[StageLine]) -> RenderableType:
-    table = _grid("stage", "state", "steps", "time", "metrics", right=("steps", "time"))
+    table = grid("stage", "state", "steps", "time", "metrics", right=("steps", "time"))
     for line in lines:
         steps = f"{line.step:,}" if line.total in (0, line.step) else f"{line.step:,}/{line.total:,}"
         last = key_metrics(line.kind, line.metrics)  # more would not fit into 80 columns
@@ -69,7 +69,7 @@ def stages_table(lines: Sequence[StageLine]) -> RenderableType:
 
 def alarms_table(alarms: Sequence[tuple[str, Alarm]]) -> RenderableType:
     """Of (stage, alarm): what the watchdog told, and where to read on."""
-    table = _grid("stage", "alarm", "")
+    table = grid("stage", "alarm", "")
     for stage, alarm in alarms:
         named = Text(f"{alarm.rule} ({alarm.action})", style="yellow" if alarm.action == "warn" else "bold red")
         table.add_row(stage, named, f"at step {alarm.step}: {alarm.evidence}; {alarm.runbook}")
@@ -92,7 +92,7 @@ class RunLine:
 
 
 def runs_table(runs: Sequence[RunLine]) -> RenderableType:
-    table = _grid("run", "pipeline", "created", "stages done", "", right=("stages done",))
+    table = grid("run", "pipeline", "created", "stages done", "", right=("stages done",))
     for run in runs:
         table.add_row(
             Text(run.name, style="bold"),
