@@ -20,7 +20,10 @@ def note_alarm(attempt: Attempt, alarm: Alarm) -> None:
 
 def alarms_of(stage: StageDir) -> list[tuple[int, Alarm]]:
     """(attempt, alarm) of the attempts that made the stage's curve, oldest first; damaged lines are passed over."""
-    return [(attempt.number, alarm) for attempt in _curve(stage.attempts()) for alarm in _read(attempt.alarms)]
+    attempts = stage.attempts()
+    if not any(attempt.alarms.exists() for attempt in attempts):  # events are long
+        return []
+    return [(attempt.number, alarm) for attempt in _curve(attempts) for alarm in _read(attempt.alarms)]
 
 
 def earlier_events(stage: StageDir, attempt: Attempt, resume_step: int | None) -> list[Event]:
