@@ -298,7 +298,8 @@ def _stage(draft: _Draft, settings: PipelineSettings) -> Stage:
     tasks = {name: settings.tasks[name] for name in dict.fromkeys(data.tasks if data else ())}
     seed = own.seed if own.seed is not None else settings.seed
     resources = own.resources.model_copy(update={"gpus": computed_gpus(own, draft.inputs, settings)})
-    ours = {key: getattr(own, key) or getattr(settings, key) for key in ("gate", "watch", "retry", "retention")}
+    ours = {key: getattr(own, key) or getattr(settings, key) for key in ("gate", "retry", "retention")}
+    ours["watch"] = settings.watch.with_own(own.watch)
     filled = own.model_copy(update={"tasks": tasks, "efforts": settings.efforts, "resources": resources} | ours)
     return Stage(draft.name, draft.base, draft.labels, filled, draft.inputs, seed)
 

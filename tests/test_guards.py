@@ -55,6 +55,14 @@ def test_a_warning_is_told_and_left_beside_the_attempt_and_the_stage_goes_on(tmp
     assert "runbooks/entropy-collapse.md#zero-gradient" in text
 
 
+def test_a_stage_may_say_otherwise_than_its_pipeline(tmp_path):
+    own = {"zero_gradient": {"action": "off"}}
+    stages = {"sft": toy.sft(steps=12, watch=own), "other": toy.sft(steps=12, seed=1)}
+    wanted = watched(tmp_path, STILL, stages=stages, zero_gradient={"steps": 2})
+    toy.run(wanted)
+    assert (alarms(wanted), [alarm.step for alarm in alarms(wanted, "other")]) == ([], [4])
+
+
 def test_a_healthy_stage_has_no_alarm(tmp_path):
     notes = toy.Notes()
     wanted = watched(tmp_path, {"plain": {"sleep_ms": 10}})

@@ -310,6 +310,16 @@ def test_an_evaluation_is_only_watched_for_progress_and_only_warned_of_unless_th
     assert given.rules("eval")["no_progress"].action == "stop"
 
 
+def test_a_stages_own_thresholds_are_laid_over_the_pipelines():
+    ours = WatchSettings.model_validate({"truncated": {"share": 0.5, "steps": 2}, "entropy": {"action": "pause"}})
+    own = WatchSettings.model_validate({"truncated": {"steps": 9}, "kl_stuck": {"action": "off"}})
+    both = ours.with_own(own)
+    assert (both.truncated.share, both.truncated.steps) == (0.5, 9)
+    assert (both.entropy.action, both.kl_stuck.action, both.enabled) == ("pause", "off", True)
+    assert ours.with_own(None) is ours
+    assert not ours.with_own(WatchSettings(enabled=False)).enabled
+
+
 @pytest.mark.parametrize("rule", sorted(set(ADVICE)))
 def test_runbook_of_an_alarm_has_its_section(rule):
     path, _, anchor = ADVICE[rule].runbook.partition("#")

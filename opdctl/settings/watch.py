@@ -187,6 +187,15 @@ class WatchSettings(Settings):
     save_too_old: SaveTooOld = SaveTooOld()
     one_teacher: OneTeacher = OneTeacher()
 
+    def with_own(self, own: "WatchSettings | None") -> "WatchSettings":
+        """With what a stage says itself laid over it, threshold by threshold."""
+        if own is None:
+            return self
+        ours, theirs = (given.model_dump(exclude_unset=True) for given in (self, own))
+        for name, value in theirs.items():
+            ours[name] = {**ours.get(name, {}), **value} if isinstance(value, dict) else value
+        return WatchSettings.model_validate(ours)
+
     def rules(self, kind: str) -> dict[str, Rule]:
         """Those that look at stages of this kind, with the kind's defaults where the user gave none."""
         found: dict[str, Rule] = {}
