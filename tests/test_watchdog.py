@@ -91,6 +91,7 @@ FAULTS = {
         lambda m, n: {"teacher_entropy": 1.3, "teacher_entropy_std": 0.0},
     ),
     "canary moves": ("teacher_constant", "opd", lambda m, n: {"teacher_canary": 0.2, "teacher_canary/max[a=1]": 0.2}),
+    "canary says nan": ("teacher_constant", "opd", lambda m, n: {"teacher_canary": math.inf}),
     "canary at -ln V": ("teacher_constant", "opd", lambda m, n: {"teacher_off_uniform": 0.0}),
     "clip everywhere": ("clip_saturated", "opd", lambda m, n: {"clip_fraction": 0.97}),
     "mismatch everywhere": ("clip_saturated", "rlvr", lambda m, n: {"mismatch_fraction": 0.9}),

@@ -128,4 +128,5 @@ def since(streak: Streak) -> str:
 
 
 def known(**values: float | None) -> dict[str, float]:
-    return {name: value for name, value in values.items() if value is not None}
+    """Those that are finite numbers."""
+    return {name: value for name, value in values.items() if value is not None and math.isfinite(value)}

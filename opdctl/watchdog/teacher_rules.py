@@ -22,7 +22,7 @@ class TeacherConstant:
         return Finding(f"{told}, {since(self.streak)}", values)
 
     def _canary(self, point: Point) -> Finding | None:
-        moved, off = point.finite("teacher_canary"), point.finite("teacher_off_uniform")
+        moved, off = point.value("teacher_canary"), point.value("teacher_off_uniform")  # infinite: no number was said
         values = known(teacher_canary=moved, teacher_off_uniform=off)
         if off is not None and off < self.rule.off_uniform:
             told = f"a teacher gives the canary's tokens -ln V, to within {off:.2g} nats"

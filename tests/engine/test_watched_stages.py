@@ -9,6 +9,7 @@ from engine.stages import ROLLOUT, Recorder, opd, rlvr, run, sft, train
 from safetensors.torch import load_file, save_file
 
 from opdctl.backends.contract import Event, InputSpec, StageSpec
+from opdctl.engine import opd as opd_stage
 from opdctl.settings import WatchSettings
 from opdctl.watchdog import Alarm, Watch
 
@@ -24,9 +25,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return Path(specs[0].output), Path(specs[1].output)
 
 
-def alarms(spec: StageSpec) -> list[Alarm]:
+def alarms(spec: StageSpec, recorder: Recorder | None = None) -> list[Alarm]:
     """What the watchdog says of a stage that is carried out."""
-    recorder, watch = Recorder(), Watch(spec.kind, WatchSettings(), save_every=2)
+    recorder, watch = recorder or Recorder(), Watch(spec.kind, WatchSettings(), save_every=2)
     run(spec, recorder)
     total = recorder.events[-1][0]
     events = [Event(step, total, metrics, "train", float(step)) for step, metrics in recorder.events]
@@ -59,6 +60,27 @@ def test_a_teacher_that_lost_its_weights_is_named(tmp_path, models, loss):
     [first, *_] = alarms(distil(tmp_path / "opd", student, lost, lost, loss))
     assert (first.rule, first.action) == ("teacher_constant", "stop")
     assert first.step <= 5
+
+
+def test_one_of_two_teachers_that_loses_its_weights_at_step_3_is_named_by_the_canary(tmp_path, models, monkeypatch):
+    """Relax#287: a teacher becomes uniform in the midst of training, and the loss falls on."""
+    opened, open_states = [], opd_stage.open_states
+    monkeypatch.setattr(opd_stage, "open_states", lambda *given: opened.append(open_states(*given)) or opened[0])
+
+    class Loses(Recorder):
+        def emit(self, step, total, metrics, phase="train"):
+            super().emit(step, total, metrics, phase)
+            if step == 3:
+                with torch.no_grad():
+                    for weight in opened[0].policy(1).parameters():  # max[domain=math] and, one model, max[domain=code]
+                        weight.zero_()
+
+    student, other = models
+    found = alarms(distil(tmp_path / "opd", student, student, other), Loses())
+    alarm = next(alarm for alarm in found if alarm.rule == "teacher_constant")
+    assert 3 < alarm.step <= 8
+    assert alarm.action == "stop"
+    assert "canary" in alarm.evidence
 
 
 def test_a_teacher_that_is_the_student_is_named(tmp_path, models):
