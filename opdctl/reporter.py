@@ -20,6 +20,10 @@ class Reporter(Protocol):
 
     def reused(self, stage: str, reason: str) -> None: ...
 
+    def paused(self, stage: str, message: str) -> None: ...
+
+    def warned(self, stage: str, text: str) -> None: ...
+
     def message(self, text: str) -> None: ...
 
 
@@ -40,6 +44,12 @@ class Silent:
 
     def reused(self, stage: str, reason: str) -> None:
         return None
+
+    def paused(self, stage: str, message: str) -> None:
+        self.message(message)
+
+    def warned(self, stage: str, text: str) -> None:
+        self.message(text)
 
     def message(self, text: str) -> None:
         return None

@@ -194,7 +194,7 @@ class _Execution:
         for order in orders:
             worker = supervisor.workers.get(order.stage)
             if order.action == "tell":
-                self._reporter.message(order.text)
+                self._reporter.warned(order.stage, order.text)
             elif order.stage not in self._halted and (worker is not None or order.void):
                 self._halted[order.stage] = order
                 if worker is not None:
@@ -236,7 +236,7 @@ class _Execution:
     def _end(self, item: PlannedStage, worker: Worker) -> None:
         stage, attempt = self._run.stage(worker.stage), worker.attempt
         for told in self._guards.ended(worker.stage):
-            self._reporter.message(told.text)
+            self._reporter.warned(worker.stage, told.text)
         halted = self._halted.pop(worker.stage, None)
         self._deadlines.pop(worker.stage, None)
         try:
@@ -286,7 +286,7 @@ class _Execution:
         self._paused.append(name)
         self._outcome.not_run[name] = f"paused: {order.text}"
         self._outcome.not_run.update(dict.fromkeys(self._schedule.failed(name), f"{name} is paused"))
-        self._reporter.message(f"{told}; {order.hint}")
+        self._reporter.paused(name, f"{told}; {order.hint}")
         self._notifier.tell("stopped", name, told)
 
     def _try_again(self, item: PlannedStage, worker: Worker, error: OpdctlError) -> bool:

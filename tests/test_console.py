@@ -92,6 +92,19 @@ def test_a_running_row_shows_step_metrics_throughput_and_time_left():
         assert part in line
 
 
+def test_warnings_are_printed_and_mark_the_row_and_a_paused_stage_runs_no_longer():
+    display = busy_display()
+    display.warned("max[domain=general_agents]", "max[domain=general_agents]: watchdog: truncated at step 40")
+    (line,) = (line for line in render(display).split("\n") if "max[general_agents]" in line)
+    assert line.startswith("! ")
+    assert "watchdog: truncated at step 40" in display.console.file.getvalue()
+    display.paused("max[domain=general_agents]", "max[domain=general_agents]: watchdog: entropy; paused at step 40")
+    (line,) = (line for line in render(display).split("\n") if "max[general_agents]" in line)
+    assert line.startswith("= ")
+    assert "-0:20" not in line
+    assert "max[domain=general_agents]: watchdog: entropy; paused at step 40\n" in display.console.file.getvalue()
+
+
 @pytest.mark.parametrize("height", [6, 10, 13, 24])
 def test_the_live_display_never_exceeds_the_terminal_height(height):
     display = busy_display(height=height)

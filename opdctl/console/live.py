@@ -19,13 +19,14 @@ from opdctl.backends.contract import Event
 from opdctl.console import is_live, join, make_console
 from opdctl.console.metrics import UNITS, clock, duration, key_metrics, throughput
 
-State = Literal["waiting", "running", "done", "reused", "failed", "skipped"]
+State = Literal["waiting", "running", "done", "reused", "failed", "paused", "skipped"]
 MARKS: Mapping[State, tuple[str, str]] = {
     "waiting": ("·", "dim"),
     "running": ("•", "cyan"),
     "done": ("✓", "green"),
     "reused": ("✓", "blue"),
     "failed": ("✗", "bold red"),
+    "paused": ("=", "yellow"),
     "skipped": ("-", "dim"),
 }
 LINE_EVERY_S = 5.0  # plain lines: at most one progress line of a stage in this time
@@ -43,6 +44,7 @@ class Row:
     event: Event | None = None
     first: Event | None = None  # of this attempt: what the pace is measured from
     printed: float = 0.0
+    warned: bool = False  # by the gate or the watchdog, in this attempt
 
     def progress(self, event: Event, now: float) -> None:
         event = event if event.time else Event(event.step, event.total, event.metrics, event.phase, now)
@@ -64,7 +66,8 @@ class Row:
         if self.event is None:
             return ""
         known = key_metrics(self.kind, self.event.metrics, limit)
-        return join((self.event.phase if self.event.phase not in ("train", self.kind) else "", known), " ")
+        phase = self.event.phase if self.event.phase not in ("train", self.kind) else ""
+        return join((phase, known), " ")
 
 
 @dataclass
@@ -97,7 +100,7 @@ class Progress:
 
     def started(self, stage: str, attempt: int) -> None:
         row = self.rows[stage]
-        row.state, row.began, row.first, row.event = "running", self.time(), None, None
+        row.state, row.began, row.first, row.event, row.warned = "running", self.time(), None, None, False
         self.changed(row, "started" if attempt == 1 else f"started, attempt {attempt}")
 
     def progress(self, stage: str, event: Event) -> None:
@@ -116,6 +119,15 @@ class Progress:
         row.state, row.ended = "failed", self.time()
         self.failures.append(Failure(stage, message, log_tail))
         self.changed(row, f"failed: {message}")
+
+    def paused(self, stage: str, message: str) -> None:
+        row = self.rows[stage]
+        row.state, row.ended = "paused", self.time()
+        self.changed(row, message.removeprefix(f"{stage}: "))
+
+    def warned(self, stage: str, text: str) -> None:
+        self.rows[stage].warned = True
+        self.console.print(Text(text, style="yellow"), soft_wrap=True)
 
     def reused(self, stage: str, reason: str) -> None:
         row = self.rows[stage]
@@ -137,7 +149,7 @@ class PlainProgress(Progress):
 
     def changed(self, row: Row, what: str) -> None:
         row.printed = self.time()
-        style = {"failed": "red", "done": "green"}.get(row.state, "")
+        style = {"failed": "red", "paused": "yellow", "done": "green"}.get(row.state, "")
         self.console.print(Text.assemble((row.stage, "bold"), ": ", (what, style)), soft_wrap=True)
 
     def moved(self, row: Row) -> None:
@@ -168,8 +180,8 @@ class LiveProgress(Progress):
         self._live.stop()
 
     def changed(self, row: Row, what: str) -> None:
-        if row.state == "failed":
-            self.console.print(Text.assemble((row.stage, "bold"), ": ", (what, "red")), soft_wrap=True)
+        if style := {"failed": "red", "paused": "yellow"}.get(row.state):
+            self.console.print(Text.assemble((row.stage, "bold"), ": ", (what, style)), soft_wrap=True)
 
     def __rich__(self) -> RenderableType:
         now = self.time()
@@ -196,6 +208,8 @@ class LiveProgress(Progress):
     def _cells(self, row: Row, now: float, wide: bool) -> Sequence[RenderableType]:
         glyph, style = MARKS[row.state]
         mark: RenderableType = self._spinner if row.state == "running" else Text(glyph, style=style)
+        if row.warned and row.state in ("running", "done"):
+            mark = Text("!", style="bold yellow")
         name = Text(row.stage if wide else short_name(row.stage), style="" if row.state != "waiting" else "dim")
         if row.state == "waiting":
             return (mark, name)
@@ -203,7 +217,15 @@ class LiveProgress(Progress):
             return (mark, name, Text(row.state, style="dim"))
         bar: RenderableType = ""
         if row.event is not None:
-            complete = "green" if row.state == "done" else "red" if row.state == "failed" else "cyan"
+            complete = (
+                "green"
+                if row.state == "done"
+                else "red"
+                if row.state == "failed"
+                else "yellow"
+                if row.state == "paused"
+                else "cyan"
+            )
             bar = ProgressBar(total=max(1, row.event.total), completed=row.event.step, complete_style=complete)
         rate = throughput(row.event.metrics) if row.event and row.state == "running" else ""
         eta = row.eta_s(now) if row.state == "running" else None
