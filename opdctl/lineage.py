@@ -39,6 +39,7 @@ class Node:
     path: str = ""
     metrics: Mapping[str, float] = field(default_factory=dict)
     note: str = ""  # what is odd about it; what a selection chose
+    accepted: Sequence[str] = ()  # checks of the gate that refused, and were overruled by name
     parents: Sequence[Edge] = ()
 
     @property
@@ -153,6 +154,7 @@ def _node(stage: StageDir | None, record: Record, edges: Sequence[Edge], gone: D
         path=str(stage.checkpoint) if stage else "",
         metrics=record.metrics,
         note=", ".join([*_notes(stage, record), *deleted]),
+        accepted=record.accepted,
         parents=edges,
     )
 
@@ -166,6 +168,8 @@ def _outside(parent: Parent) -> Node:
 
 
 def _notes(stage: StageDir | None, record: Record) -> Iterator[str]:
+    if record.accepted:
+        yield f"accepted: {', '.join(record.accepted)}"
     if record.kind == IMPORT:
         yield from (f"{name} {value}" for name, value in record.labels.items())
     if stage is None:

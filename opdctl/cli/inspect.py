@@ -189,14 +189,16 @@ def stage_lines(run: "RunDir") -> list["StageLine"]:
 
 
 def record_notes(stage: "StageDir", gates: "Sequence[Gate]", record: "Record") -> str:
-    """What a finished stage has to say beside its metrics: the model it chose, the gates it did not pass."""
+    """What a finished stage has to say beside its metrics: the model it chose, the checks that were overruled, the
+    gates it did not pass."""
     from opdctl.console import join
     from opdctl.gates import broken
     from opdctl.records import SELECTION, read_json
 
     selection = read_json(stage.checkpoint / SELECTION, "winner") or {}
     told = (f"gate: {found.text} ({found.action})" for found in broken(gates, record.metrics))
-    return join((f"is {selection['winner']}" if selection else "", *told), "; ")
+    accepted = f"accepted: {', '.join(record.accepted)}" if record.accepted else ""
+    return join((f"is {selection['winner']}" if selection else "", accepted, *told), "; ")
 
 
 def _gates(plain: Any) -> "list[Gate]":
