@@ -102,7 +102,7 @@ def test_warnings_are_printed_and_mark_the_row_and_a_paused_stage_runs_no_longer
     (line,) = (line for line in render(display).split("\n") if "max[general_agents]" in line)
     assert line.startswith("= ")
     assert "-0:20" not in line
-    assert "max[domain=general_agents]: watchdog: entropy; paused at step 40\n" in display.console.file.getvalue()
+    assert "watchdog: entropy; paused at step 40" in display.console.file.getvalue()
 
 
 @pytest.mark.parametrize("height", [6, 10, 13, 24])
