@@ -164,6 +164,7 @@ _REMEDY = {
     errno.ENOSPC: "the disk is full: free space, or move the workspace; then run the same command again",
     errno.EDQUOT: "the disk quota is used up: free space; then run the same command again",
     errno.EROFS: "the file system is read-only: choose another --workspace",
+    errno.EIO: "the disk fails: look at what the kernel says (dmesg); once it is mended, run the same command again",
     errno.EEXIST: _IN_THE_WAY,
     errno.ENOTDIR: _IN_THE_WAY,
     errno.ENAMETOOLONG: "a name is too long for the file system: shorten --run, stages, axes or their values",
