@@ -174,6 +174,27 @@ def test_longer_answers_earning_more_little_by_little_are_no_hack():
     assert alarms("rlvr", planted("rlvr", grows)) == []
 
 
+NO_FAULTS = {
+    "longer answers that earn no more": ("rlvr", lambda m, n: {"length": 4 * m["length"]} if n >= 0 else {}),
+    "more reward for answers as long": ("rlvr", lambda m, n: {"reward": 0.95, "accuracy": 0.95} if n >= 0 else {}),
+    "a low entropy that rises a little": ("rlvr", lambda m, n: {"entropy": 0.01 if n < 0 else 0.08}),
+    "a teacher sure of every token": ("opd", lambda m, n: {"teacher_entropy": 0.02, "teacher_entropy_std": 0.0}),
+    "a KL that grows from next to nothing": ("opd", lambda m, n: {"reverse_kl": 0.001 if n < 0 else 0.15}),
+}
+
+
+@pytest.mark.parametrize("name", NO_FAULTS)
+def test_what_looks_like_a_fault_and_is_none_raises_no_alarm(name):
+    kind, change = NO_FAULTS[name]
+    stream = (
+        Event(
+            event.step, event.total, {**event.metrics, **change(event.metrics, event.step - FAULT)}, "train", event.time
+        )
+        for event in healthy(kind)
+    )
+    assert alarms(kind, stream) == []
+
+
 def test_numbers_that_no_backend_should_tell_are_passed_over():
     def odd(metrics, since):
         return {"loss": 10**400, "entropy": None, "reward": "words", "length": {"mean": 3}, "truncated": math.nan}
