@@ -9,6 +9,7 @@ from opdctl.errors import ConfigError
 from opdctl.retry import Again, Retries
 from opdctl.settings import Retry
 from opdctl.supervisor import EXIT_BUG, EXIT_DIED, EXIT_FAILED
+from opdctl.tracking.journal import curves
 
 
 def settings(**given) -> Retry:
@@ -128,20 +129,9 @@ def test_a_stages_own_retry_comes_before_the_pipelines(tmp_path):
     assert (list(outcome.failed), attempts) == (["sft"], 1)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::PendingDeprecationWarning")  # MLflow's
 def test_what_was_tried_again_is_one_curve(tmp_path):
-    from opdctl.tracking.journal import curves
-
     wanted = pipeline(tmp_path, {"kill_at": 1}, tracking={"enabled": True})
     outcome, attempts, _ = carry_out(wanted)
     assert (outcome.done, attempts) == (["sft"], 2)
     [curve] = curves(toy.stage(wanted, "sft"))
     assert [entry.ended.status for _, entry in curve] == ["KILLED", "FINISHED"]
-    from mlflow import MlflowClient
-
-    client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
-    [experiment] = client.search_experiments(filter_string="name = 'toy'")
-    runs = [r for r in client.search_runs([experiment.experiment_id]) if r.data.tags.get("stage") == "sft"]
-    [found] = runs
-    assert found.info.status == "FINISHED"
-    assert [point.step for point in client.get_metric_history(found.info.run_id, "loss")] == [1, 2, 3, 4, 5, 6]

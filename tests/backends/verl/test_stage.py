@@ -23,7 +23,7 @@ from opdctl.backends.contract import Stopped
 from opdctl.backends.verl.checkpoints import saves_of
 from opdctl.backends.verl.layout import layout
 from opdctl.engine.checkpoint import load_policy
-from opdctl.errors import OpdctlError, StageFailed, StageRefused
+from opdctl.errors import OpdctlError, ProgramDied, StageFailed, StageRefused
 from opdctl.lock import worker_lives
 
 
