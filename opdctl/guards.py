@@ -100,12 +100,12 @@ class Guards:
         for verdict in verdicts:
             if verdict.outcome != "go" and not verdict.stops:
                 what = f"accepted, {verdict.outcome}" if verdict.accepted else str(verdict.outcome)
-                yield Order(stage, "tell", f"{stage}: gate: {verdict.check} ({what}): {verdict.evidence}")
+                yield Order(stage, "tell", f"gate: {verdict.check} ({what}): {verdict.evidence}")
 
     def _order(self, stage: str, one: _Guarded, alarm: Alarm) -> Order:
         with contextlib.suppress(OSError):  # of a full disk: it is told all the same
             note_alarm(one.attempt, alarm)
-        text = f"{stage}: watchdog: {alarm.rule} at step {alarm.step}: {alarm.evidence}"
+        text = f"watchdog: {alarm.rule} at step {alarm.step}: {alarm.evidence}"
         causes = f"likely: {'; '.join(alarm.causes)}; see {alarm.runbook}"
         if alarm.action not in ("pause", "stop"):
             return Order(stage, "tell", f"{text}; {causes}")
@@ -123,7 +123,7 @@ class Guards:
             yield Order(
                 stage,
                 "pause",
-                f"{stage}: {free:.2f} GiB are free at {self._path}, less than disk.reserve_gib "
+                f"{free:.2f} GiB are free at {self._path}, less than disk.reserve_gib "
                 f"({self._disk.reserve_gib:g}): it saves and pauses",
                 "free space: opdctl gc says what can go; then run again (runbooks/disk-full.md)",
                 extra_s=_extra_s(one.watch),

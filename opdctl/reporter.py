@@ -46,10 +46,10 @@ class Silent:
         return None
 
     def paused(self, stage: str, message: str) -> None:
-        self.message(message)
+        self.message(f"{stage}: {message}")
 
     def warned(self, stage: str, text: str) -> None:
-        self.message(text)
+        self.message(f"{stage}: {text}")
 
     def message(self, text: str) -> None:
         return None

@@ -94,11 +94,11 @@ def test_a_running_row_shows_step_metrics_throughput_and_time_left():
 
 def test_warnings_are_printed_and_mark_the_row_and_a_paused_stage_runs_no_longer():
     display = busy_display()
-    display.warned("max[domain=general_agents]", "max[domain=general_agents]: watchdog: truncated at step 40")
+    display.warned("max[domain=general_agents]", "watchdog: truncated at step 40")
     (line,) = (line for line in render(display).split("\n") if "max[general_agents]" in line)
     assert line.startswith("! ")
     assert "watchdog: truncated at step 40" in display.console.file.getvalue()
-    display.paused("max[domain=general_agents]", "max[domain=general_agents]: watchdog: entropy; paused at step 40")
+    display.paused("max[domain=general_agents]", "watchdog: entropy; paused at step 40")
     (line,) = (line for line in render(display).split("\n") if "max[general_agents]" in line)
     assert line.startswith("= ")
     assert "-0:20" not in line

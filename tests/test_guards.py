@@ -78,7 +78,7 @@ def test_a_paused_stage_saves_and_the_next_run_goes_on_to_the_same_weights(tmp_p
     first = toy.run(wanted, reporter=notes)
     assert first.failed == {}
     assert first.interrupted  # the command line says how to go on
-    assert first.not_run["sft"].startswith("paused: sft: watchdog: zero_gradient at step 4")
+    assert first.not_run["sft"].startswith("paused: watchdog: zero_gradient at step 4")
     assert first.not_run["after"] == "sft is paused"
     saved = toy.stage(wanted, "sft").state_step()
     assert saved >= 4
@@ -201,7 +201,7 @@ def test_a_refusal_of_the_gate_is_known_and_warnings_are_told_once(tmp_path):
     warned = Verdict("eos", "a -> b", Outcome.WARN, "two ids", "map them")
     refused = Verdict("grader", "task plain", Outcome.REFUSE, "always 0", "mend it")
     write_verdicts(made.gate, "key", [warned, refused])
-    assert [order.text for order in guards.turn()] == ["sft: gate: eos (warn): two ids"]
+    assert [order.text for order in guards.turn()] == ["gate: eos (warn): two ids"]
     assert (guards.turn(), guards.ended("sft"), guards.refused) == ([], [], {"sft"})
 
 

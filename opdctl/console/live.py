@@ -123,11 +123,11 @@ class Progress:
     def paused(self, stage: str, message: str) -> None:
         row = self.rows[stage]
         row.state, row.ended = "paused", self.time()
-        self.changed(row, message.removeprefix(f"{stage}: "))
+        self.changed(row, message)
 
     def warned(self, stage: str, text: str) -> None:
         self.rows[stage].warned = True
-        self.console.print(Text(text, style="yellow"), soft_wrap=True)
+        self.console.print(Text.assemble((stage, "bold"), ": ", (text, "yellow")), soft_wrap=True)
 
     def reused(self, stage: str, reason: str) -> None:
         row = self.rows[stage]
