@@ -1,7 +1,5 @@
 import os
 import shutil
-import signal
-import socket
 import subprocess
 import sys
 import time
@@ -11,8 +9,6 @@ import pytest
 import toy
 from mlflow import MlflowClient
 
-from opdctl import runner
-from opdctl.store import Workspace
 from opdctl.tracking.names import safe_name
 from opdctl.tracking.server import connect
 
@@ -161,7 +157,7 @@ def test_a_longer_training_goes_on_in_the_same_run(tracked):
 
 def test_what_a_killed_orchestrator_left_running_is_set_right_by_the_next_run(tracked):
     with subprocess.Popen([sys.executable, toy.__file__, tracked, "tracked"], stdout=subprocess.DEVNULL) as process:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while not _any_running(tracked) and time.monotonic() < deadline:
             time.sleep(0.05)
         process.kill()
@@ -213,66 +209,3 @@ def test_two_processes_may_set_the_database_up_at_once(tmp_path):
     for process in both:
         _, errors = process.communicate(timeout=120)
         assert process.returncode == 0, errors
-
-
-# ---------------------------------------------------------------------------------------------- servers
-
-
-@pytest.fixture
-def port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def test_a_server_that_was_down_is_told_everything_once_by_the_next_run(workspace, port, empty_store, tmp_path):
-    uri = f"http://127.0.0.1:{port}"
-    wanted = toy.pipeline({"sft": toy.sft(), "a": toy.sft("stage:sft")}, tracking={"enabled": True, "uri": uri})
-    notes = toy.Notes()
-    assert toy.run(wanted, reporter=notes).done == ["sft", "a"]
-    first, last = [text for (text,) in notes.of("message")]
-    assert "does not answer" in first
-    assert "not yet in MLflow" in last
-    shutil.copy(empty_store, tmp_path / "server.db")
-    server = start_server(port, tmp_path)
-    try:
-        for _ in range(2):  # the second has nothing left to tell
-            notes = toy.Notes()
-            toy.run(wanted, reporter=notes)
-            assert notes.of("message") == []
-            store = Store(uri)
-            assert store.steps("sft") == store.steps("a") == [1, 2, 3, 4]
-            assert {store.run(stage).info.status for stage in (None, "sft", "a")} == {"FINISHED"}
-        assert store.model("a").tags["opdctl.record"] == toy.stage(wanted, "a").record().id
-    finally:
-        os.killpg(server.pid, signal.SIGTERM)
-        server.wait(timeout=30)
-
-
-def start_server(port: int, folder: Path) -> subprocess.Popen:
-    command = [sys.executable, "-m", "mlflow", "server", "--port", str(port), "--workers", "1"]
-    command += ["--backend-store-uri", f"sqlite:///{folder / 'server.db'}", "--artifacts-destination", str(folder)]
-    log = open(folder / "server.log", "w")  # noqa: SIM115 -- the server's for as long as it lives
-    with log:
-        server = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
-    deadline = time.monotonic() + 90
-    while time.monotonic() < deadline:
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                return server
-        time.sleep(0.1)
-    raise AssertionError((folder / "server.log").read_text())
-
-
-def test_a_server_that_never_answers_delays_no_stage_and_the_end_only_so_long(workspace, monkeypatch):
-    monkeypatch.setattr(runner, "DRAIN_S", 0.5)
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "2")
-    with socket.socket() as silent:
-        silent.bind(("127.0.0.1", 0))
-        silent.listen()
-        uri = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        notes = toy.Notes()
-        wanted = toy.pipeline({"sft": toy.sft()}, tracking={"enabled": True, "uri": uri})
-        assert toy.run(wanted, reporter=notes).done == ["sft"]
-        assert "not yet in MLflow" in notes.of("message")[-1][0]
-        assert Workspace(workspace).run("r").info["tracking"]["pending"]
