@@ -9,39 +9,53 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from opdctl.backends.contract import Control, InputSpec, StageSpec
+from opdctl.engine.gate_large import ask_in_child, check_norms, is_small, on_the_cpu
 from opdctl.engine.gate_pairs import judge_pair
 from opdctl.engine.gate_tasks import check_demonstrations, check_difficulty, check_graders
 from opdctl.engine.loop import open_vocabulary, role
 from opdctl.engine.probe import read_pairs
 from opdctl.engine.teachers import check_vocabularies
-from opdctl.errors import StageRefused
+from opdctl.errors import OpdctlError, StageRefused
 from opdctl.settings import GateSettings, OpdSettings
 from opdctl.verdicts import Outcome, Verdict
 
 
 def check_models(spec: StageSpec, settings: GateSettings, control: Control) -> list[Verdict]:
-    """Verdicts of what only models can answer. Raises Stopped where a stop is asked for meanwhile."""
+    """Verdicts of what only models, data and graders can answer. Raises Stopped where a stop is asked for meanwhile."""
+    found: list[Verdict] = []
+    match spec.kind:
+        case "sft":
+            found += check_demonstrations(spec, settings)
+        case "opd" if not spec.config["loss"].get("outcome_weight"):
+            pass  # the verifier is only reported
+        case "opd" | "rlvr" | "eval" | "sample":
+            found += check_graders(spec, settings)
+    if spec.kind in ("opd", "rlvr"):
+        found += ask_models(spec, settings, control) if spec.backend == "embedded" else _beside(spec, settings, control)
+    return found
+
+
+def ask_models(spec: StageSpec, settings: GateSettings, control: Control) -> list[Verdict]:
+    """In this process, on the stage's device."""
+    ask = _check_pairs if spec.kind == "opd" else check_difficulty
     with torch.random.fork_rng(devices=[0] if spec.devices else []), torch.no_grad():
-        found = list(_asked(spec, settings, control))
+        found = list(ask(spec, settings, control))
     if spec.devices:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     return found
 
 
-def _asked(spec: StageSpec, settings: GateSettings, control: Control) -> Iterator[Verdict]:
-    match spec.kind:
-        case "sft":
-            yield from check_demonstrations(spec, settings)
-        case "opd":
-            if spec.config["loss"].get("outcome_weight"):
-                yield from check_graders(spec, settings)
-            yield from _check_pairs(spec, settings, control)
-        case "rlvr":
-            yield from check_graders(spec, settings)
-            yield from check_difficulty(spec, settings, control)
-        case "eval" | "sample":
-            yield from check_graders(spec, settings)
+def _beside(spec: StageSpec, settings: GateSettings, control: Control) -> list[Verdict]:
+    """Of a stage that another program carries out."""
+    try:
+        if is_small(spec):
+            return ask_models(on_the_cpu(spec), settings, control)
+        if spec.devices:
+            return ask_in_child(spec, settings, control)
+        return check_norms(spec, "the models are too large for a CPU")
+    except OpdctlError as error:  # an architecture that verl reads and the engine does not
+        return check_norms(spec, str(error))
 
 
 def _check_pairs(spec: StageSpec, settings: GateSettings, control: Control) -> Iterator[Verdict]:

@@ -103,8 +103,8 @@ def _distance(reading: Reading, settings: GateSettings, own: OpdSettings) -> Tol
         "distance",
         subject(reading),
         outcome,
-        f"reverse KL of {kl:.3f} nats a token (standard error {reading.kl_error:.3f}) on {reading.rollouts} completions "
-        f"of the student, {reading.tokens} tokens; near up to {settings.near:g}, far from {settings.far:g}",
+        f"reverse KL of {kl:.3f} nats a token (standard error {reading.kl_error:.3f}) on {reading.rollouts} student "
+        f"completions of {reading.tokens} tokens; near up to {settings.near:g}, far from {settings.far:g}",
         remedy,
         {"reverse_kl": kl, "error": reading.kl_error, "tokens": reading.tokens},
     )

@@ -32,7 +32,6 @@ from opdctl.backends.verl.layout import (
     teacher_key,
 )
 from opdctl.backends.verl.render_rl import updates_of
-from opdctl.backends.verl.teachers import check_teachers
 from opdctl.engine.chat import observation_text
 from opdctl.engine.checkpoint import Tokenizer, encode
 from opdctl.engine.loop import open_demonstrations, open_tasks, open_vocabulary, role
@@ -67,8 +66,6 @@ def write(spec: StageSpec, control: Control) -> Layout:
     check_vocabularies(student.tokenizer, student.width, others)
     if spec.kind != "sft":
         student.check_stops()
-    if spec.kind == "opd":
-        check_teachers(role(spec, "teachers"), role(spec, "student")[0].path, _texts(spec, student))
 
     def make(train: Path, validation: Path) -> None:
         batches = _demonstrations(spec, student) if spec.kind == "sft" else _prompts(spec, student, control)
@@ -167,20 +164,6 @@ def _check_end(written: list[dict[str, str]], completion: list[int], tokenizer: 
             hint="remove blanks at the end of completions, or set rstrip and lstrip of EOS to false in "
             "tokenizer_config.json",
         )
-
-
-def _texts(spec: StageSpec, student: _Student) -> dict[int, list[list[int]]]:
-    """Token ids of right answers with their prompts, by the number of the teacher that scores such rows."""
-    settings = OpdSettings.model_validate(spec.config)
-    evenly = settings.data.model_copy(update={"ratios": {}})  # a teacher of rare rows is to have some too
-    mixer = Mixer(open_tasks(spec), evenly, "train", stream_seed(spec.seed, "opd"))
-    router = Router(role(spec, "teachers"), settings.route_by, settings.default_teacher)
-    texts: dict[int, list[list[int]]] = {}
-    for _, shown in mixer.demonstrations(0, 64 * len(router.numbers)):
-        [prompt] = student.renderer.prompts([shown.prompt], settings.rollout.max_prompt_tokens)
-        [completion] = student.renderer.completions([shown.completion])
-        texts.setdefault(router.teacher(shown.prompt.columns), []).append([*prompt, *completion])
-    return texts
 
 
 def _prompts(spec: StageSpec, student: _Student, control: Control) -> Iterator[list[_Record]]:
