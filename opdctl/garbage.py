@@ -171,9 +171,9 @@ def _told(item: Checkpoint, why: Iterable[str]) -> Found:
 
 
 def _there(what: What, paths: Iterable[Path], run: str, stage: str, why: str) -> Iterator[Found]:
-    """Those that exist; an empty folder is nothing."""
+    """Those that exist; an empty folder is nothing, unless its name says that it is left over."""
     for path in paths:
-        if path.is_symlink() or path.is_file() or (path.is_dir() and any(path.iterdir())):
+        if path.is_symlink() or path.is_file() or (path.is_dir() and (what == "part" or any(path.iterdir()))):
             yield Found(what, path, run, stage, (why,), size_of(path))
 
 

@@ -12,7 +12,7 @@ import opdctl
 from opdctl.cli import app
 
 COMMANDS = ["run", "plan", "validate", "status", "logs", "lineage", "runs", "compare", "report", "init"]
-COMMANDS += ["export", "ui", "doctor"]
+COMMANDS += ["export", "ui", "doctor", "check", "repair", "gc", "pin", "unpin", "verify", "import"]
 MAX = "max[domain=general]"
 
 
@@ -29,7 +29,7 @@ def test_the_overview_lists_every_command(call):
     code, out, _ = call("--help")
     assert code == 0
     assert [word for word in COMMANDS if f"  {word} " not in out] == []
-    assert {command.callback.__name__ for command in app.registered_commands} == set(COMMANDS)
+    assert {command.name or command.callback.__name__ for command in app.registered_commands} == set(COMMANDS)
 
 
 def test_help_and_version_import_nothing_heavy(workspace):

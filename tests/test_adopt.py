@@ -1,0 +1,137 @@
+"""Models from outside: what is adopted, what is refused, and that pipelines and gc know them."""
+
+import json
+import os
+import struct
+
+import pytest
+import toy
+from kept import publish
+
+from opdctl.adopt import adopt
+from opdctl.errors import ConfigError, OpdctlError
+from opdctl.garbage import survey
+from opdctl.lineage import trace
+from opdctl.store import Workspace
+from opdctl.verify import Verifier
+
+
+def safetensors(path, *names):
+    entries = {
+        name: {"dtype": "U8", "shape": [4], "data_offsets": [4 * at, 4 * at + 4]} for at, name in enumerate(names)
+    }
+    header = json.dumps(entries).encode()
+    path.write_bytes(struct.pack("<Q", len(header)) + header + b"abcd" * len(names))
+
+
+@pytest.fixture
+def model(tmp_path):
+    folder = tmp_path / "outside"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "toy"}')
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "LICENSE").write_text("free")
+    safetensors(folder / "model.safetensors", "w")
+    return folder
+
+
+@pytest.fixture
+def found(workspace):
+    return Workspace(workspace)
+
+
+def test_a_model_is_adopted_with_its_origin_and_left_where_it_was(found, model):
+    (model / "training_args.bin").write_bytes(b"\x80pickle")
+    before = {path.name: path.read_bytes() for path in model.iterdir()}
+    made = adopt(found, model, "base", ref="hf:org/model@abc", licence="Apache-2.0")
+    assert {path.name: path.read_bytes() for path in model.iterdir()} == before
+    assert made.made
+    assert made.left_out == ("training_args.bin",)
+    assert sorted(made.record.files) == ["LICENSE", "config.json", "model.safetensors", "tokenizer.json"]
+    nodes = trace(found, [made.stage])
+    assert (nodes[made.record.id].kind, nodes[made.record.id].note) == ("import", "licence Apache-2.0")
+    assert "hf:org/model@abc" in nodes
+    assert Verifier(found).verify().findings == ()
+    assert survey(found).go == ()
+
+
+def test_the_same_model_is_adopted_once_and_another_is_refused_that_name(found, model):
+    first = adopt(found, model, "base")
+    assert adopt(found, model, "base") == first.__class__(first.stage, first.record, False, ())
+    safetensors(model / "model.safetensors", "v")
+    with pytest.raises(ConfigError, match="--as base: another model was imported under this name"):
+        adopt(found, model, "base")
+    assert adopt(found, model, "new").made
+
+
+def test_links_share_the_bytes(found, model):
+    made = adopt(found, model, "base", link=True)
+    assert (made.stage.checkpoint / "model.safetensors").samefile(model / "model.safetensors")
+    assert not (made.stage.checkpoint / "model.safetensors").is_symlink()
+
+
+def test_a_pipeline_reads_it_by_path_and_its_lineage_goes_on_behind_it(found, model):
+    made = adopt(found, model, "base", ref="hf:org/model@abc")
+    wanted = toy.pipeline({"sft": toy.sft("path:runs/imports/stages/base/checkpoint")}, folder=found.path)
+    assert toy.run(wanted, "r").failed == {}
+    nodes = trace(found, [found.run("r").stage("sft")])
+    assert {made.record.id, "hf:org/model@abc"} < set(nodes)
+    assert Verifier(found).verify().findings == ()
+    assert [run.name for run in found.runs()] == ["r", "imports"], "an import is never the newest run"
+
+
+def test_a_checkpoint_of_opdctl_keeps_its_ancestors(found, model):
+    base = publish(found, "a", "sft", at=0)
+    checkpoint = found.run("a").stage("sft").checkpoint
+    for path in model.iterdir():
+        (checkpoint / path.name).write_bytes(path.read_bytes())
+    assert base.id in trace(found, [adopt(found, checkpoint, "again").stage])
+
+
+def test_a_sharded_model_is_taken_whole(found, model):
+    (model / "model.safetensors").unlink()
+    safetensors(model / "model-1.safetensors", "a", "b")
+    safetensors(model / "model-2.safetensors", "c")
+    shards = {"a": "model-1.safetensors", "b": "model-1.safetensors", "c": "model-2.safetensors"}
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    assert len(adopt(found, model, "base").record.files) == 6
+
+
+REFUSED = {
+    "no such folder": lambda folder: os.rename(folder, folder.with_name("moved")),
+    "config.json cannot be read": lambda folder: (folder / "config.json").unlink(),
+    "names no model_type": lambda folder: (folder / "config.json").write_text("{}"),
+    "no tokenizer": lambda folder: (folder / "tokenizer.json").unlink(),
+    "the weights are pickled": lambda folder: os.rename(folder / "model.safetensors", folder / "pytorch_model.bin"),
+    "no weights": lambda folder: os.rename(folder / "model.safetensors", folder / "adapter_model.safetensors"),
+    "not a whole safetensors file": lambda folder: os.truncate(folder / "model.safetensors", 60),
+    "names files that are not there": lambda folder: _index(folder, {"w": "a.safetensors", "v": "b.safetensors"}),
+    "lacks tensors": lambda folder: _index(folder, {"w": "a.safetensors", "lost": "a.safetensors"}),
+    "names files outside the folder": lambda folder: _index(folder, {"w": "../a.safetensors"}),
+    "has no weight_map": lambda folder: _index(folder, {}),
+}
+
+
+def _index(folder, shards):
+    os.rename(folder / "model.safetensors", folder / "a.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_what_is_no_whole_model_is_refused_and_nothing_is_left(found, model, why):
+    REFUSED[why](model)
+    with pytest.raises(OpdctlError, match=why):
+        adopt(found, model, "base")
+    assert not (found.path / "runs").exists()
+
+
+@pytest.mark.parametrize("name", ["", "..", "../x", "a/b", ".hidden", "a[x=1]"])
+def test_a_name_cannot_leave_the_folder(found, model, name):
+    with pytest.raises(ConfigError, match="cannot name a model"):
+        adopt(found, model, name)
+
+
+def test_a_run_of_a_pipeline_called_imports_is_left_alone(found, model):
+    found.run("imports").write_pipeline({"name": "imports", "stages": {"sft": {"kind": "sft"}}})
+    with pytest.raises(ConfigError, match="is a run of a pipeline"):
+        adopt(found, model, "base")
