@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from opdctl import lock, processes, tracking
-from opdctl.errors import RunBusy
+from opdctl.errors import OpdctlError, RunBusy
 from opdctl.records import RECORD, Record, changed_files, read_json, read_record
 from opdctl.store import Attempt, RunDir, StageDir, Workspace
 
@@ -109,15 +109,21 @@ class _Repair:
 
     def _mend(self) -> Iterator[Found]:
         yield from self._files_of_run()
-        yield from self._staging()
+        yield from self._each("", self._staging())
         for stage in self._run.stages():
-            yield from self._publishing(stage)
-            yield from self._state(stage)
-            yield from self._outputs(stage)
+            for step in (self._publishing, self._state, self._outputs):
+                yield from self._each(stage.name, step(stage))
             if damage := stage.damage():
                 hint = f"put it back as it was, or train it again: opdctl run ... --rerun '{stage.name}'"
                 yield self._found(stage.name, damage, "left", hint)
-        yield from self._tracking()
+        yield from self._each("", self._tracking())
+
+    def _each(self, stage: str, found: Iterator[Found]) -> Iterator[Found]:
+        """What the disk or the user has to make possible first does not keep the rest from being mended."""
+        try:
+            yield from found
+        except OpdctlError as error:
+            yield self._found(stage, str(error), "left", error.hint)
 
     def _files_of_run(self) -> Iterator[Found]:
         argv = self._run.info.get("argv") or ["opdctl", "run", "PIPELINE", "--run", self._run.name]
@@ -134,9 +140,13 @@ class _Repair:
             name = path.relative_to(self._run.path)
             if "checkpoints" in name.parts or "output" in name.parts:
                 continue
-            what = f"{name} was being written"
+            trash = path.is_dir() and not path.is_symlink()  # of gc, too
             self._do(partial(_remove, path))
-            yield self._mended("", what, f"removed; {path.name[1:].removesuffix('.part')} is as it was before")
+            if trash:
+                yield self._mended("", f"{name} was being written or deleted", "removed")
+            else:
+                whole = path.name[1:].removesuffix(".part")
+                yield self._mended("", f"{name} was being written", f"removed; {whole} is as it was before")
 
     def _publishing(self, stage: StageDir) -> Iterator[Found]:
         """A checkpoint that was complete, and is not in force: between the record's writing and the link's switch."""
@@ -218,10 +228,9 @@ class _Repair:
 
 def _stale(workspace: Workspace, dry_run: bool) -> Iterator[Found]:
     """Runs that the workspace's own database takes for running although nobody works in them."""
-    living = [run for run in workspace.runs() if run.busy()]
-    pending = [run for run in workspace.runs() if tracking.left(run) is not None]
+    working = [run for run in workspace.runs() if run.busy() or tracking.pending(run)]
     try:
-        for name in tracking.end_stale(workspace, [*living, *pending], dry_run=dry_run):
+        for name in tracking.end_stale(workspace, working, dry_run=dry_run):
             state: State = "would mend" if dry_run else "mended"
             yield Found("", "", f"MLflow took {name} for running", state, "marked as killed")
     except tracking.Unreachable as error:
@@ -237,7 +246,7 @@ def _whole(output: Path) -> Record | None:
 
 def _remove(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
+        shutil.rmtree(path, ignore_errors=True)  # a gc may be at it as well
     else:
         with contextlib.suppress(FileNotFoundError):
             path.unlink()

@@ -39,6 +39,7 @@ __all__ = [
     "end_stale",
     "left",
     "open_tracking",
+    "pending",
 ]
 
 EVERY_S = 1.0  # between two looks at the events of running stages
@@ -152,11 +153,17 @@ class Left:
         return missing or "; ".join(tracker.complaints())
 
 
+def pending(run: RunDir) -> bool:
+    """Was its last orchestrator not done with telling?"""
+    return bool((run.info.get("tracking") or {}).get("pending"))
+
+
 def left(run: RunDir) -> Left | None:
-    """None where all was told, or `pipeline.yaml`, which says where MLflow is, cannot be read."""
+    """None where all was told, or `pipeline.yaml`, which says where MLflow is, cannot be read. Raises ConfigError where
+    its address refers to a secret that is not there."""
     known, resolved = dict(run.info.get("tracking") or {}), run.read_pipeline()
     settings = TrackingSettings.model_validate(resolved.get("tracking") or {})
-    if not (known.get("pending") and known.get("id") and resolved and settings.enabled):
+    if not (pending(run) and known.get("id") and resolved and settings.enabled):
         return None
     return Left(run, _target(settings, str(resolved.get("name") or run.name), resolved, run, str(known["id"])))
 
