@@ -187,7 +187,7 @@ def _finish_there(scene: Scene) -> None:
 @contextlib.contextmanager
 def _mounted(folder: Path) -> Iterator[None]:
     kept = {path.name: path.read_bytes() for path in folder.iterdir()}
-    if os.geteuid() != 0 or not _mount("-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)):
+    if os.geteuid() != 0 or not _mount("-t", "tmpfs", "-o", "size=24m", "tmpfs", str(folder)):
         raise Unavailable("only root may mount a small file system")
     try:
         for name, content in kept.items():
@@ -229,11 +229,12 @@ def _forgive(scene: Scene, path: Path, before: bytes) -> None:
     """What was nowhere but in the damaged file is not expected to come back."""
     import json
 
-    stage = _stage_of(scene, path)
     if path.name == "events.jsonl":
+        stage = _stage_of(scene, path)
         kept = path.read_bytes().count(b"\n") if path.exists() else 0
         scene.lost_events |= {(stage, json.loads(line)["step"]) for line in before.splitlines()[kept:]}
     if "checkpoints" in path.parts:  # the stage is trained again, and all that reads it
+        scene.destroyed.add(path.parent.name)
         scene.repeated |= {"sft", "rl[domain=math]", "rl[domain=code]", "opd", "eval"}
 
 

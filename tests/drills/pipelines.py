@@ -12,7 +12,7 @@ import toy
 TESTS = Path(__file__).resolve().parent.parent
 RUN = "drill"  # the name of every run
 DOMAINS = ("math", "code")
-STEPS = {"toy": {"sft": 15, "rl": 12, "opd": 12}, "engine": {"sft": 6, "rl": 4, "opd": 4}}
+STEPS = {"toy": {"sft": 15, "rl": 12, "opd": 12}, "engine": {"sft": 20, "rl": 4, "opd": 4}}
 SLEEP_MS = 15  # of a step of the toy: two thirds of a second for a stage
 
 
@@ -46,6 +46,11 @@ def _tree(name: str, **more: Any) -> dict[str, Any]:
     steps, each = STEPS[name], {"domain": list(DOMAINS)}
     rollout = {"prompts": 4, "group_size": 2, "max_prompt_tokens": 12, "max_completion_tokens": 8}
     single = rollout | {"prompts": 8, "group_size": 1}
+    sft = _stage("sft", {"init": "model:"}, steps["sft"], list(DOMAINS))
+    sft["config"]["train"] |= {
+        "global_batch_size": 48,
+        "optimizer": {"lr": 6e-3},
+    }  # the gate wants to see something learnt
     specialists = _stage(
         "rlvr", {"init": "stage:sft"}, steps["rl"], ["${each.domain}"], rollout=rollout, unfinished_reward=-1.0
     )
@@ -55,9 +60,12 @@ def _tree(name: str, **more: Any) -> dict[str, Any]:
         "tasks": {domain: {"task": "chain", "domain": domain, "strides": {"low": 1}} for domain in DOMAINS},
         "machine": {"slots": 2, "cpus": 2},
         "retry": {"attempts": 1, "wait_s": 0.1},
-        "disk": {"reserve_gib": 0.0},  # the disks of some drills are small; the guard has tests of its own
+        "disk": {
+            "reserve_gib": 0.0,
+            "forecast": "off",
+        },  # the disks of some drills are small; both have tests of their own
         "stages": {
-            "sft": _stage("sft", {"init": "model:"}, steps["sft"], list(DOMAINS)),
+            "sft": sft,
             "rl": specialists | {"foreach": each},
             "opd": _stage(
                 "opd",
@@ -91,5 +99,7 @@ def _toy() -> Subject:
 
 
 TOY = _toy()
-ENGINE = Subject("engine", _tree("engine", defaults=[{"/model": "tiny_qwen3"}, "_self_"]))
+# A few steps teach little, and the guards say so.
+UNTAUGHT = {"gate": {"accept": ["random_teacher"]}, "watch": {"teacher_constant": {"action": "warn"}}}
+ENGINE = Subject("engine", _tree("engine", defaults=[{"/model": "tiny_qwen3"}, "_self_"], **UNTAUGHT))
 SUBJECTS = {subject.name: subject for subject in (TOY, ENGINE)}

@@ -23,8 +23,7 @@ def rehearse(folder: Path, subjects: Sequence[str] = ("toy", "engine"), *, track
             if running.wait() != 0:
                 raise Lost(f"undisturbed, {name} fails: {running.told()}")
             seconds = time.monotonic() - running.began
-            while "not yet in MLflow" in running.told():
-                (running := made.start()).wait()
+            made.tell_mlflow(running.told())
             known[name] = Undisturbed(seconds, made.events(), digests(made), points(made)[0] if tracked else {})
     return Rehearsal(known, database, bare.shim)
 

@@ -5,8 +5,9 @@ import random
 import re
 import shutil
 import subprocess
+import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,6 +61,7 @@ class Scene:
     remedies: list[str] = field(default_factory=list)  # that a run asked for, and got
     lost_events: set[tuple[str, int]] = field(default_factory=set)  # (stage, step) whose only trace was destroyed
     repeated: set[str] = field(default_factory=set)  # stages whose finished result was destroyed
+    destroyed: set[str] = field(default_factory=set)  # ids of published checkpoints with a damaged file
     verdict: list[str] | None = None  # what does not hold, once it was looked at
 
     def __post_init__(self) -> None:
@@ -77,8 +79,18 @@ class Scene:
         return self.workspace / "runs" / RUN
 
     def start(self, *overrides: str, faults: Mapping[str, str] | None = None) -> "Running":
+        """`opdctl run`, told more; with an environment in which something fails."""
         tracking = () if self.tracked else ("tracking.enabled=false",)
-        command = self.subject.command(self.workspace, *tracking, *overrides)
+        return self._start(self.subject.command(self.workspace, *tracking, *overrides), faults)
+
+    def repair(self) -> "Running":
+        """`opdctl repair --stop`, whatever it finds."""
+        command = [sys.executable, "-m", "opdctl", "repair", "--stop", "--workspace", str(self.workspace)]
+        running = self._start(command)
+        self.notes.append(f"repaired, exit code {running.wait(600)}")
+        return running
+
+    def _start(self, command: Sequence[str], faults: Mapping[str, str] | None = None) -> "Running":
         log = self.workspace.with_name(f"{self.workspace.name}-{len(self.runs) + 1}.log")
         with log.open("w") as stream:
             process = subprocess.Popen(
@@ -104,18 +116,26 @@ class Scene:
     def go_on(self) -> None:
         """Run again until the end, doing what a refusal says is to be done. Raises Lost."""
         options: list[str] = []
-        for _ in range(5):
+        for _ in range(4):
             running = self.start(*options)
             code, told = running.wait(), running.told()
-            if code == 0 and "not yet in MLflow" not in told:
+            if code == 0:
+                self.tell_mlflow(told)
                 return
             options = []
             if code == 1 and (found := RERUN.search(told)):
                 options = ["--rerun", found.group(1)]
                 self.remedies.append(" ".join(options))
-            elif code != 0:
+            else:
                 raise Lost(f"the next run ended with exit code {code}: {told[-1500:]}")
-        raise Lost(f"five runs did not come to the end: {told[-1500:]}")
+        raise Lost(f"four runs did not come to the end: {told[-1500:]}")
+
+    def tell_mlflow(self, told: str) -> None:
+        """Where a run gave up waiting for MLflow, as it does on a busy machine: `repair` waits for longer."""
+        for _ in range(3):
+            if "not yet in MLflow" not in told:
+                return
+            told = self.repair().told()
 
     def events(self) -> int:
         """That the workers have written so far."""
@@ -124,7 +144,7 @@ class Scene:
 
 @dataclass
 class Running:
-    """One `opdctl run`."""
+    """One `opdctl`."""
 
     scene: Scene
     process: subprocess.Popen[bytes]

@@ -10,7 +10,9 @@ from pathlib import Path
 
 from drills.pipelines import RUN
 from drills.scene import Scene
+from opdctl.repair import repair
 from opdctl.store import RunDir, Workspace
+from opdctl.verify import Verifier
 
 ORPHANS_S = 60.0  # that processes get to end by themselves
 CLOCKED = ("tokens_per_s", "seconds", "_s")  # ends of the names of metrics that time the machine
@@ -24,6 +26,7 @@ def problems(scene: Scene) -> list[str]:
     found += _weights(scene)
     found += _records(Workspace(scene.workspace).run(RUN))
     found += _lock(scene.folder / ".lock")
+    found += _judged_by_itself(scene)
     found += [f"run {at} told a bug" for at, run in enumerate(scene.runs, 1) if "unexpected error, a bug" in run.told()]
     if scene.tracked:
         found += _metrics(scene)
@@ -60,6 +63,16 @@ def _records(run: RunDir) -> Iterator[str]:
             yield f"{stage.name}: finished, and half-trained state is left"
     if run.busy():
         yield "the run says that it is busy"
+
+
+def _judged_by_itself(scene: Scene) -> Iterator[str]:
+    """`opdctl verify`, and what `opdctl repair` would do."""
+    workspace = Workspace(scene.workspace)
+    for finding in Verifier(workspace).verify().problems:
+        if not any(name in f"{finding.subject} {finding.told}" for name in scene.destroyed):
+            yield f"verify: {finding.subject}: {finding.told}"
+    for left in repair(workspace, workspace.runs(), dry_run=True):
+        yield f"repair: {left.stage}: {left.what}: {left.told}"
 
 
 def _lock(path: Path) -> Iterator[str]:
