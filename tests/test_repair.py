@@ -17,6 +17,7 @@ from checkpoints import begin, output, record, weights
 from opdctl import tracking
 from opdctl.repair import repair
 from opdctl.store import StageDir, Workspace, write_json
+from opdctl.verify import Verifier
 
 CHANGING = ("replace", "symlink", "unlink", "rmdir", "mkdir", "fsync", "open", "link", "rename")
 
@@ -112,6 +113,7 @@ def test_after_a_kill_at_any_call_a_repair_and_a_run_end_with_the_undisturbed_we
         toy.run(wanted)
         assert toy.digests(wanted) == expected
         assert mend(workspace) == []
+        assert Verifier(Workspace(workspace)).verify().findings == ()
         assert not list((workspace / "runs").rglob(".*.part"))
     assert number > 6
     assert mended >= least
