@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from opdctl.errors import OpdctlError
+from opdctl.errors import OpdctlError, StageRefused
 
 RECORD = "record.json"
 SELECTION = "selection.json"  # that a select stage publishes beside the model it chose
@@ -185,3 +185,16 @@ def disk_errors(path: Path) -> Iterator[None]:
             raise
         where = error.filename or path
         raise OpdctlError(f"cannot write {where}: {error.strerror}", hint=remedy) from error
+
+
+def refuse_links(run: Path, *folders: Path) -> None:
+    """What a run writes and deletes is its own: in it, only a checkpoint may be a link.
+
+    Raises StageRefused where the run's folder is a link, or one of the folders below it or what holds them.
+    """
+    for folder in dict.fromkeys((run, *(above for last in folders for above in (*last.parents, last)))):
+        if folder.is_relative_to(run) and folder.is_symlink():
+            raise StageRefused(
+                f"{folder} is a link, to {os.readlink(folder)}: opdctl writes and deletes in folders of its own only",
+                hint="move the folder itself to where the link is, or link the whole workspace",
+            )

@@ -33,7 +33,7 @@ _WORD = 3  # of one that is looked for as a word; from `_LEAST` on within words 
 _VARIABLE = re.compile(r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|PASS|API_?KEY|KEY|CREDENTIALS?)$|_PWD$|^" + MADE, re.I)
 # of `eos_token` and its like nothing is secret
 _NOUN = r"(?:(?:api|access|auth|hf|refresh|session)_?token|secret|passw(?:or)?d|(?:api|access|private|secret)_?key)"
-_KEY = re.compile(rf"(?:^|[._-])(?:{_NOUN}|token|credentials?|authorization)$", re.I)
+_KEY = re.compile(rf"(?:^|[._-])(?:{_NOUN}|credentials?|authorization)$|(?:^|\.)token$", re.I)
 _FLAG = re.compile(rf"--?[\w-]*?(?:{_NOUN.replace('_?', '[_-]?')}|token)", re.I)
 _NAMES_NO_SECRET = ("labels", "route")  # mappings whose keys are words of the user's
 

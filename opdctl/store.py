@@ -38,6 +38,7 @@ from opdctl.records import (
     disk_errors,
     read_json,
     read_record,
+    refuse_links,
     sync,
     write_json,
     write_record,
@@ -152,6 +153,8 @@ class StageDir:
 
     def begin(self, identity: Mapping[str, Any], parents: Sequence[Parent], *, resume: bool) -> None:
         """Call before an attempt: says whose state `state/` holds from now on. Without `resume` it is emptied first."""
+        run = self.path.parents[len(_folder(self.name))]
+        refuse_links(run, self.state, self.path / "attempts", self.path / "checkpoints")
         if not resume:
             self.discard_state()
         with disk_errors(self.state):
@@ -263,6 +266,7 @@ class RunDir:
 
         Raises RunBusy if a living orchestrator holds it. Workers left behind by a dead one are stopped first.
         """
+        refuse_links(self.path)
         with contextlib.ExitStack() as stack:
             with self.workspace.ledger.steady():  # gc looks which runs are held, then deletes
                 descriptor = stack.enter_context(lock.hold(self.path / ".lock", self._worker_notes, report))

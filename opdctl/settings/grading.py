@@ -57,7 +57,7 @@ class Grader(Settings):
     @model_validator(mode="after")
     def _agrees(self) -> "Grader":
         needed, known = FIELDS[self.mode], (*COMMON, *FIELDS[self.mode])
-        parts = [part for part in string.Formatter().parse(self.template) if part[1] is not None]
+        parts = [part for part in string.Formatter().parse(reveal(self.template)) if part[1] is not None]
         used = [field for _, field, _, _ in parts if field is not None]
         if dressed := [field for _, field, form, conversion in parts if form or conversion]:
             raise ValueError(f"template: {{{dressed[0]}}} is filled in as it is: leave out what follows its name")

@@ -17,6 +17,15 @@ if missing := isolation():
 
 EQUAL_TO_ALL = "class Any:\n    def __eq__(self, other):\n        return True\ndef double(x):\n    return Any()"
 QUITS = "import os\ndef double(x):\n    os._exit(0)"
+HACKS = {
+    "exits 0": "import sys\ndef double(x):\n    sys.exit(0)",
+    "exits 0 at once": "import os\nos._exit(0)",
+    "prints the file of the answers": "print(open(ANSWERS).read())\ndef double(x):\n    return open(ANSWERS).read()",
+    "forks": "import os\ndef double(x):\n    return x * 2 if os.fork() == 0 else x",
+    "fork bomb": "import os\ndef double(x):\n    while True:\n        os.fork()",
+    "fills the disk": "def double(x):\n    with open('full', 'wb') as stream:\n        while True:\n"
+    "            stream.write(bytes(1 << 20))",
+}
 
 
 def mbpp_row(number: int) -> dict:
@@ -83,6 +92,16 @@ def test_solutions_are_right_in_both_templates(mbpp, humaneval, template: str) -
 def test_wrong_code_is_wrong(mbpp, code: str) -> None:
     task = mbpp()
     assert not task.verify(task.prompts("eval", 0, 0, 1)[0], code + "\n[DONE]").correct
+
+
+@pytest.mark.parametrize("hack", HACKS.values(), ids=HACKS.keys())
+def test_a_hack_earns_nothing_and_costs_the_next_program_nothing(mbpp, tmp_path, hack: str) -> None:
+    task = mbpp()
+    prompt = task.prompts("eval", 0, 0, 1)[0]
+    code = hack.replace("ANSWERS", repr(str(tmp_path / "mbpp.jsonl")))
+    hacked, honest = task.verify_all([(prompt, code + "\n[DONE]"), (prompt, task.reference(prompt))])
+    assert (hacked.correct, honest.correct) == (False, True)
+    assert hacked.reward == 0.0
 
 
 def test_a_tolerance_of_the_test_holds_for_values_unlike_the_solutions(humaneval) -> None:
