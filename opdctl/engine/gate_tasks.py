@@ -46,10 +46,10 @@ def check_graders(spec: StageSpec, settings: GateSettings) -> Iterator[Verdict]:
         size = tasks[name].size(split)
         rows = mixer.cell_rows(cell, 0, min(settings.grader_rows, size or settings.grader_rows))
         if rows and rows[0].environment is None:
-            yield _grader(name, tasks[name], [row.prompt for row in rows])
+            yield judge_grader(name, tasks[name], [row.prompt for row in rows])
 
 
-def _grader(name: str, task: Task, prompts: Items[Prompt]) -> Verdict:
+def judge_grader(name: str, task: Task, prompts: Items[Prompt]) -> Verdict:
     known = [(prompt, answer) for prompt in prompts if (answer := task.reference(prompt)) is not None]
     asked: dict[Grade, list[tuple[Prompt, str]]] = {
         "reference": known,

@@ -1,0 +1,208 @@
+"""The gate's questions to teachers: each fault is planted beside a healthy pair."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from engine import stages
+from engine.peaked import ROUTES, model, nudged
+from transformers import AutoModelForCausalLM
+
+from opdctl.backends.contract import Stopped
+from opdctl.engine import teacher_states
+from opdctl.engine.checkpoint import new_policy, save_policy
+from opdctl.engine.gate import check_models
+from opdctl.engine.gate_pairs import judge_pair
+from opdctl.engine.probe import Score, _Probe, read_pairs
+from opdctl.settings import GateSettings, NewModel, OpdSettings
+from opdctl.verdicts import Outcome, Verdict
+
+SETTINGS = GateSettings(rollouts=8)
+FULL = {"form": "full_vocab"}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    policy, tokenizer = new_policy(NewModel.model_validate(stages.MODEL), 7)
+    save_policy(policy, tokenizer, folder / "random", dtype=torch.float32)
+    return {
+        "student": model(folder / "student"),
+        "healthy": model(folder / "healthy", change=nudged),
+        "stranger": model(folder / "stranger", seed=3),
+        "uniform": model(folder / "uniform", change=lambda policy: policy.head().zero_()),
+        "random": folder / "random",
+    }
+
+
+def stage(folder: Path, made: dict[str, Path], last: str = "healthy", **config):
+    """Of four teachers the last, of code at max, is another one."""
+    teachers = dict.fromkeys(ROUTES, made["healthy"]) | {ROUTES[-1]: made[last]}
+    return stages.opd(folder / "opd", made["student"], teachers, FULL, **config)
+
+
+def judged(spec, settings: GateSettings = SETTINGS) -> list[Verdict]:
+    return check_models(spec, settings, stages.Recorder())
+
+
+def alarms(found: list[Verdict]) -> set[tuple[str, str, str]]:
+    return {(one.check, one.subject, str(one.outcome)) for one in found if one.outcome is not Outcome.GO}
+
+
+@pytest.mark.parametrize("states", ["direct", "cached"])
+def test_a_healthy_pair_passes_every_check(tmp_path, made, states):
+    found = judged(stage(tmp_path, made, resources={"teacher_states": states}))
+    assert not alarms(found)
+    assert {one.check for one in found if one.subject == "sft -> max[domain=code]"} == {
+        "random_teacher", "deterministic", "direct_forward", "distance", "entropy_gap", "topk_overlap", "headroom"
+    }  # fmt: skip
+
+
+PLANTED = {
+    "random": ("random_teacher", "refuse"),
+    "uniform": ("random_teacher", "refuse"),
+    "stranger": ("distance", "cold start first"),
+}
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+def test_a_planted_teacher_is_named_and_no_other(tmp_path, made, fault):
+    found = alarms(judged(stage(tmp_path, made, fault)))
+    check, outcome = PLANTED[fault]
+    assert (check, "sft -> max[domain=code]", outcome) in found
+    assert {subject for _, subject, _ in found} == {"sft -> max[domain=code]"}
+
+
+def test_a_far_teacher_that_samples_itself_is_warned_of(tmp_path, made):
+    found = alarms(judged(stage(tmp_path, made, "stranger", sampled_by="teacher")))
+    assert ("distance", "sft -> max[domain=code]", "warn") in found
+
+
+def test_a_teacher_that_answers_otherwise_each_time_is_refused(tmp_path, made, monkeypatch):
+    read = teacher_states.DirectStates.get
+
+    def noisy(self, number, rows, *, then=None):
+        hidden_NE, head_VE = read(self, number, rows, then=then)
+        return hidden_NE + 0.01 * torch.randn_like(hidden_NE), head_VE
+
+    monkeypatch.setattr(teacher_states.DirectStates, "get", noisy)
+    assert ("deterministic", "sft -> max[domain=code]", "refuse") in alarms(judged(stage(tmp_path, made)))
+
+
+def test_cached_states_that_are_not_the_models_are_refused(tmp_path, made, monkeypatch):
+    whole = teacher_states._Checkpoint.head
+    monkeypatch.setattr(teacher_states._Checkpoint, "head", lambda self: whole(self).roll(1, 0))
+    found = alarms(judged(stage(tmp_path, made, resources={"teacher_states": "cached"})))
+    assert ("direct_forward", "sft -> max[domain=code]", "refuse") in found
+
+
+def test_branches_that_see_one_another_are_refused(tmp_path, made, monkeypatch):
+    groups = {"rollout": stages.ROLLOUT | {"prompts": 2, "group_size": 4}}
+    assert not alarms(judged(stage(tmp_path, made, **groups)))
+    from opdctl.engine import batch
+
+    monkeypatch.setattr(batch, "_tree_mask", lambda branch_BT: (branch_BT[:, None, :] >= 0)[:, None].repeat(
+        branch_BT.shape[1], axis=2))  # fmt: skip
+    found = alarms(judged(stage(tmp_path, made, **groups)))
+    assert ("direct_forward", "sft -> max[domain=code]", "refuse") in found
+
+
+def test_a_teacher_of_another_vocabulary_is_not_measured(tmp_path, made):
+    words = [*stages.MODEL["tokenizer"]["words"], "more"]
+    other = stages.MODEL | {"tokenizer": {"words": words}}
+    save_policy(*new_policy(NewModel.model_validate(other), 0), tmp_path / "other", dtype=torch.float32)
+    found = judged(stage(tmp_path, made | {"other": tmp_path / "other"}, "other"))
+    [only] = [one for one in found if one.subject == "sft -> max[domain=code]"]
+    assert only.outcome is Outcome.WARN
+    assert "another vocabulary" in only.evidence
+
+
+def test_numbers_are_those_of_a_slow_computation(tmp_path, made):
+    spec = stage(tmp_path, made, "stranger")
+    [reading] = read_pairs(spec, SETTINGS, stages.Recorder(), [3])
+    probe = _Probe(spec, SETTINGS)
+    sequences = probe.show(probe.rows([3])[3]).rollouts
+    models = [AutoModelForCausalLM.from_pretrained(made[name]).double() for name in ("student", "stranger")]
+    kl, shared, entropy = [], [], []
+    for sequence in sequences:
+        ids = torch.tensor([[*sequence.prompt, *sequence.completion]])
+        with torch.no_grad():
+            p, q = (one(input_ids=ids).logits[0].log_softmax(-1) for one in models)
+        for at in range(len(sequence.prompt) - 1, ids.shape[1] - 1):
+            kl.append(sum(float(a.exp() * (a - b)) for a, b in zip(p[at], q[at], strict=True)))
+            entropy.append(-sum(float(b.exp() * b) for b in q[at]))
+            tops = [set(x[at].argsort(descending=True)[:16].tolist()) for x in (p, q)]
+            shared.append(len(tops[0] & tops[1]) / 16)
+    assert reading.tokens == len(kl)
+    assert reading.reverse_kl == pytest.approx(sum(kl) / len(kl), rel=1e-4)
+    assert reading.teacher_entropy == pytest.approx(sum(entropy) / len(kl), rel=1e-4)
+    assert reading.overlap == pytest.approx(sum(shared) / len(kl), abs=2e-3)
+
+
+def test_each_teacher_is_asked_about_its_own_prompts(tmp_path, made):
+    probe = _Probe(stage(tmp_path, made), SETTINGS)
+    for number, rows in probe.rows(range(4)).items():
+        assert len(rows) == 8
+        assert {(row.task, row.prompt.columns["effort"]) for row in rows} == {ROUTES[number]}
+
+
+def test_a_teacher_of_many_cells_is_asked_about_all_of_them(tmp_path, made):
+    spec = stages.opd(tmp_path / "opd", made["student"], {("math", "low"): made["healthy"]}, FULL,
+                      default_teacher="low[domain=math]")  # fmt: skip
+    [rows] = _Probe(spec, SETTINGS).rows([0]).values()
+    assert sorted({(row.task, row.prompt.columns["effort"]) for row in rows}) == sorted(ROUTES)
+
+
+def test_training_after_the_gate_is_the_same_to_the_bit(tmp_path, made):
+    ends = []
+    for asked in (False, True):
+        spec = stage(tmp_path / str(asked), made)
+        before = torch.get_rng_state()
+        if asked:
+            judged(spec)
+        assert torch.equal(torch.get_rng_state(), before)
+        assert not Path(spec.state).exists()
+        record = stages.Recorder()
+        stages.run(spec, record)
+        ends.append((Path(spec.output, "model.safetensors").read_bytes(), record.events))
+    assert ends[0] == ends[1]
+
+
+def test_a_stop_is_heard_between_teachers(tmp_path, made):
+    class Control(stages.Recorder):
+        def stop_requested(self):
+            return True
+
+    with pytest.raises(Stopped):
+        check_models(stage(tmp_path, made), SETTINGS, Control())
+
+
+@pytest.mark.parametrize("backend", ["embedded", "verl"])
+def test_a_stage_of_verl_is_asked_the_same(tmp_path, made, backend):
+    found = judged(replace(stage(tmp_path, made, "random"), backend=backend))
+    assert ("random_teacher", "sft -> max[domain=code]", "refuse") in alarms(found)
+
+
+# ------------------------------------------------------------------------------------------------------- headroom
+
+SCORES = [
+    ((20, 0), (20, 0), Outcome.GO),  # (right, cut) of teacher and student, of 24 each
+    ((12, 0), (16, 0), Outcome.GO),  # noise
+    ((8, 0), (20, 0), Outcome.WARN),
+    ((0, 24), (20, 0), Outcome.REFUSE),
+    ((0, 0), (0, 0), Outcome.GO),
+]
+
+
+@pytest.mark.parametrize(("theirs", "mine", "outcome"), SCORES)
+def test_a_teacher_worse_than_its_student_is_told(tmp_path, made, theirs, mine, outcome):
+    spec = stage(tmp_path, made)
+    [reading] = read_pairs(spec, SETTINGS, stages.Recorder(), [3])
+    scored = replace(reading, teacher_score=Score(24, *theirs), student_score=Score(24, *mine))
+    own = OpdSettings.model_validate(spec.config)
+    [found] = [one for one in judge_pair(scored, SETTINGS, own) if one.check == "headroom"]
+    assert found.outcome is outcome
+    shortened = SETTINGS.model_copy(update={"max_completion_tokens": 3})
+    [found] = [one for one in judge_pair(scored, shortened, own) if one.check == "headroom"]
+    assert (found.outcome is Outcome.GO) == (outcome is Outcome.GO or theirs[1] > 12)
