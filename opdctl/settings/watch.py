@@ -1,8 +1,8 @@
 """The watchdog's rules: when a running stage is said to go wrong. Nothing here enters a stage's identity.
 
 A "step" of a threshold is an event of the stage: one rollout batch, or one optimizer step of SFT. Thresholds without a
-source were measured: 29 streams of training stages with 11 to 700 events (kimi_k3, mimo_v2_flash, keye_vl2 with steps cut
-to between smoke and laptop scale, and word_problems, pretrained) raise no alarm, and three of the rules would at about
+source were measured: 29 streams of training stages with more than ten events (kimi_k3, mimo_v2_flash and keye_vl2 with
+fewer steps than at laptop scale, and word_problems, pretrained) raise no alarm, and three of the rules would at about
 half of their thresholds.
 """
 
