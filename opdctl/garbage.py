@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from opdctl.lock import process_start
-from opdctl.records import Record, disk_errors, read_json, sync
+from opdctl.records import RECORD, Record, disk_errors, read_json, sync
 from opdctl.retention import Census, Checkpoint
 from opdctl.store import StageDir, Workspace
 
@@ -45,7 +45,7 @@ class Sweep:
     go: tuple[Found, ...]  # in the order in which it is safe to delete
     stay: tuple[Found, ...]  # checkpoints
     notes: tuple[str, ...]  # what was left alone as a whole, and why
-    freed: int  # bytes: of a file with several names, once the last of them goes
+    freed: int  # bytes: of a file with several names, once the last of them goes; without the records, which stay
 
 
 def survey(workspace: Workspace, runs: Sequence[str] = ()) -> Sweep:
@@ -104,7 +104,7 @@ class _Survey:
             tuple(go),
             tuple(_told(item, item.stays) for item in sorted(stay, key=lambda item: item.path)),
             tuple(self._notes),
-            freed(found.path for found in go),
+            freed(found.path for found in go) - sum((one.path / RECORD).stat().st_size for one in go if one.record),
         )
 
     def _checkpoints(self) -> Iterator[Found]:
@@ -131,10 +131,11 @@ class _Survey:
         for name, run in census.runs.items():
             if name in self._wanted and name in census.busy:
                 self._notes.append(f"run {name} is at work: nothing of it goes")
-            elif name in self._wanted:
+            elif name in self._wanted and census.inside(run.path):
                 yield from _there("part", _parts(run.path), name, "", DEAD)
         for stage in census.stages:
-            if stage.run in self._wanted and stage.run in census.runs and stage.run not in census.busy:
+            ours = stage.run in self._wanted and stage.run in census.runs and census.inside(stage.path)
+            if ours and stage.run not in census.busy:
                 yield from self._of_stage(stage)
         if self._everything:
             yield from self._outside_runs()

@@ -76,6 +76,10 @@ class Census:
     def checkpoints(self) -> list[Checkpoint]:
         return list(self._by_path.values())
 
+    def inside(self, path: Path) -> bool:
+        """Is it in the workspace's own runs/, and not behind a link?"""
+        return path.resolve().is_relative_to((self._workspace.path / "runs").resolve())
+
     def _add(self, one: StageDir) -> None:
         read = parse_record(one.checkpoint)
         record, problem = (read, "") if isinstance(read, Record) else (None, read)
@@ -127,6 +131,8 @@ class Census:
         run = item.stage.run
         if run in self.busy:
             item.stays.append(f"run {run} is at work")
+        elif not self.inside(item.path):
+            item.stays.append("it lies outside of the workspace, behind a link")
         elif run not in self._wanted:
             item.stays.append(f"run {run} was not asked for")
         elif item.problem and not item.half_deleted:

@@ -17,7 +17,6 @@ from opdctl.store import RunDir, StageDir, Workspace
 
 Progress = Callable[[str, int], None]  # what is read now, and how many bytes were read since the last call
 CHUNK = 1 << 22  # bytes between two calls
-RERUN = "opdctl run of its pipeline with --rerun STAGE makes it anew; or put the file back as it was"
 
 
 @dataclass(frozen=True)
@@ -37,6 +36,10 @@ class Verified:
     @property
     def problems(self) -> list[Finding]:
         return [finding for finding in self.findings if finding.problem]
+
+
+def _rerun(stage: StageDir) -> str:
+    return f"the command of run {stage.run} with --rerun '{stage.name}' makes it anew; or put the file back as it was"
 
 
 class Verifier:
@@ -88,7 +91,7 @@ class Verifier:
             remedy = "opdctl run of its pipeline links another one, or makes it anew"
             yield Finding(where, f"the link {stage.path / 'checkpoint'} points to nothing: {stage.checkpoint}", remedy)
         elif not self._whole and stage.checkpoint.parent.parent != stage.path and (damage := stage.damage()):
-            yield Finding(where, damage, RERUN)  # of a checkpoint that lies in a run that is not looked at
+            yield Finding(where, damage, _rerun(stage))  # of a checkpoint that lies in a run that is not looked at
         if stage.run not in self._busy:
             remedy = f"opdctl repair {stage.run}, or run its command again"
             whole = [one for one in published if one.record() is not None]
@@ -111,16 +114,16 @@ class Verifier:
             if one.pinned in self._deleted and not (folder / RECORD).exists():
                 yield Finding(where, f"{folder} is half-deleted: opdctl gc --delete ends it", problem=False)
             else:
-                yield Finding(where, record, RERUN)
+                yield Finding(where, record, _rerun(one))
             return
         yield from self._names(one, record)
-        yield from self._files(where, folder, record, progress)
+        yield from self._files(one, record, progress)
         for parent in record.parents:
             if parent.record_id is None or parent.record_id in self._ids:
                 continue
             told = f"its {parent.role} {parent.label} (record {parent.record_id}) is {self._gone(parent.record_id)}"
             known = parent.record_id in self._deleted
-            remedy = "" if known else f"put runs/*/stages/*/checkpoints/{parent.record_id} back, or {RERUN}"
+            remedy = "" if known else f"put runs/*/stages/*/checkpoints/{parent.record_id} back, or {_rerun(one)}"
             yield Finding(where, told, remedy, problem=not known)
 
     def _gone(self, record_id: str) -> str:
@@ -141,12 +144,13 @@ class Verifier:
             told = f"{note}: the fingerprint {record.fingerprint} is not that of the identity beside it"
             yield Finding(where, told, "the record was edited: put it back as it was, or --rerun the stage")
 
-    def _files(self, where: str, folder: Path, record: Record, progress: Progress) -> Iterator[Finding]:
+    def _files(self, one: StageDir, record: Record, progress: Progress) -> Iterator[Finding]:
+        where, folder = f"{one.run}:{one.name}", one.checkpoint
         if not record.files:
-            yield Finding(where, f"{folder / RECORD} lists no file", RERUN)
+            yield Finding(where, f"{folder / RECORD} lists no file", _rerun(one))
         for name, listed in record.files.items():
             if problem := self._differs(folder / name, listed, partial(progress, f"{where} {name}")):
-                yield Finding(where, problem, RERUN)
+                yield Finding(where, problem, _rerun(one))
         there = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()}
         for name in sorted(there - record.files.keys() - {RECORD}):
             yield Finding(where, f"{folder / name} is not in the record", "it was put there later: move it away")

@@ -1,7 +1,7 @@
 """What stays, by the rules and whatever they say; compared with a slow definition over generated workspaces."""
 
 import pytest
-from checkpoints import begin
+from checkpoints import begin, output
 from kept import declare, generate, must_stay, publish
 
 from opdctl.garbage import collect, survey
@@ -208,3 +208,14 @@ def test_a_replaced_checkpoint_that_cannot_be_read_stays_and_holds_nothing_up(fo
     publish(found, "a", "sft", at=2)
     (found.run("a").stage("sft").at(old.id).checkpoint / RECORD).write_text("{")
     assert going(found) == {second.id}
+
+
+def test_what_lies_behind_a_link_out_of_the_workspace_is_not_touched(found, tmp_path):
+    publish(found, "a", "sft", at=0)
+    publish(found, "a", "sft", at=1)
+    stage = found.run("a").stage("sft")
+    output(stage)
+    outside = tmp_path / "elsewhere"
+    stage.path.rename(outside)
+    stage.path.symlink_to(outside)
+    assert survey(found).go == ()

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from opdctl.identity import fingerprint
 from opdctl.records import RECORD
 from opdctl.store import Parent, Record
 
@@ -27,13 +28,15 @@ def test_gc_says_what_would_go_and_why_the_rest_stays_and_deletes_when_told(call
     assert code == 0
     told = " ".join(out.split())
     assert "20260103T000000-2 replaced, and no rule keeps it" in told
-    assert "20260102T030405-3 init of first:max[domain=general], which stays" in told
-    assert "1 item would go: 2.0 kB freed; 3 checkpoints stay" in told or "would go" in told
+    assert "1 item would go: 2.0 kB freed; 3 checkpoints stay" in told
     assert "nothing was deleted: opdctl gc --delete" in told
     assert len(replaced.stage("sft").published()) == 3
 
     document = json.loads(call("gc", "--json")[1])
-    assert [item["record"] for item in document["go"] if item["what"] == "checkpoint"] == ["20260103T000000-2"]
+    assert [item["record"] for item in document["go"]] == ["20260103T000000-2"]
+    reasons = {item["record"]: item["why"] for item in document["stay"]}
+    assert reasons["20260102T030405-3"] == ["init of first:max[domain=general], which stays"]
+    assert reasons["20260104T000000-3"] == ["in force"]
     done = json.loads(call("gc", "--delete", "--run", "first", "--json")[1])
     assert (done["deleted"], done["freed_bytes"], done["go"]) == (True, document["freed_bytes"], document["go"])
     assert len(replaced.stage("sft").published()) == 2
@@ -57,7 +60,7 @@ def test_pins_are_set_listed_and_taken_away(call, replaced, monkeypatch):
         ("20260104T000000-3", ""),
     ]
     assert "for the paper" in call("pin")[1]
-    assert [item["what"] for item in json.loads(call("gc", "--json")[1])["go"] if item["what"] == "checkpoint"] == []
+    assert json.loads(call("gc", "--json")[1])["go"] == []
     assert call("unpin", "20260103T000000-2")[0] == 0
     assert call("unpin", "first:sft")[0] == 0
     assert json.loads(call("pin", "--json")[1]) == {"pins": []}
@@ -78,8 +81,6 @@ def test_verify_exits_with_1_and_a_remedy_where_something_is_wrong(call, workspa
     for stage in run.stages():
         if (record := stage.record()) is not None:  # the fixture's fingerprints are made up
             path = stage.checkpoint / RECORD
-            from opdctl.identity import fingerprint
-
             path.write_text(json.dumps(json.loads(path.read_text()) | {"fingerprint": fingerprint(record.identity)}))
     code, out, _ = call("verify")
     assert (code, out) == (0, "workspace: 2 checkpoints, 37 B read: all good\n")
