@@ -106,7 +106,8 @@ def mlflow_server(folder: Path, database: Path):
     command = [sys.executable, "-m", "mlflow", "server", "--port", str(port), "--workers", "1"]
     command += ["--backend-store-uri", f"sqlite:///{folder / 'server.db'}", "--artifacts-destination", str(folder)]
     with (folder / "server.log").open("w") as log:
-        server = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+        alone = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # else it starts eight more processes
+        server = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, env=alone)
     try:
         deadline = time.monotonic() + 300
         while not _listens(port):
