@@ -9,7 +9,7 @@ from drills import inject, survival
 from drills.faults import Drill, Kind
 from drills.scene import Lost, Missed, Rehearsal, Scene, scene
 
-TRIES = 8  # until the fault strikes while something runs; each is drawn anew, and strikes earlier
+TRIES = 8  # until the fault strikes while something runs; each is drawn anew, for another moment
 
 REPAIRED = 5  # one drill of so many is repaired before it goes on
 
@@ -31,16 +31,16 @@ class Verdict:
 
 def carry_out(drill: Drill, known: Rehearsal, folder: Path, seed: int) -> Verdict:
     """The fault, runs until the end, and what does not hold then."""
-    verdict, began = Verdict(drill), time.monotonic()
+    verdict, began, at = Verdict(drill), time.monotonic(), drill.at
     for attempt in range(TRIES):
-        draw, at = inject.drawn(seed, drill.number, attempt), drill.at * 0.75**attempt
+        draw = inject.drawn(seed, drill.number, attempt)
         with scene(known, drill.subject, folder / f"drill-{drill.number}", draw, at, drill.tracked) as made:
             try:
                 getattr(inject, drill.kind.inject)(made, **drill.kind.how)
                 if made.verdict is None:
                     judge(made)
             except Missed as missed:
-                made.notes.append(f"missed: {missed}")
+                at = (at + 1) / 2 if missed.early else at * 0.75
                 continue
             except inject.Unavailable as why:
                 verdict.skipped = str(why)

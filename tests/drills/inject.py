@@ -214,7 +214,7 @@ def damaged(scene: Scene, pattern: str, how: str, finished: bool = False) -> Non
     scene.family.left(60.0)
     files = [path for path in sorted(scene.workspace.glob(pattern)) if path.stat().st_size > 1]
     if not files:
-        raise Missed(f"there is no {pattern}")
+        raise Missed(f"there is no {pattern}", early=True)
     path = scene.draw.choice(files)
     before = path.read_bytes()
     if how == "gone":

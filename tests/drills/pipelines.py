@@ -54,6 +54,7 @@ def _tree(name: str, **more: Any) -> dict[str, Any]:
     specialists = _stage(
         "rlvr", {"init": "stage:sft"}, steps["rl"], ["${each.domain}"], rollout=rollout, unfinished_reward=-1.0
     )
+    specialists["config"]["train"]["optimizer"] = {"lr": 2e-4}
     return {
         "name": f"drill_{name}",
         "axes": each,
@@ -100,6 +101,6 @@ def _toy() -> Subject:
 
 TOY = _toy()
 # A few steps teach little, and the guards say so.
-UNTAUGHT = {"gate": {"accept": ["random_teacher"]}, "watch": {"teacher_constant": {"action": "warn"}}}
+UNTAUGHT = {"gate": {"accept": ["random_teacher", "distance"]}, "watch": {"teacher_constant": {"action": "warn"}}}
 ENGINE = Subject("engine", _tree("engine", defaults=[{"/model": "tiny_qwen3"}, "_self_"], **UNTAUGHT))
 SUBJECTS = {subject.name: subject for subject in (TOY, ENGINE)}

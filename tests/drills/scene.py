@@ -20,7 +20,11 @@ RERUN = re.compile(r"--rerun '?([^\s']+?)'?(?=[\s;,:)]|$)")
 
 
 class Missed(Exception):
-    """The run was over, or had not come so far, when the fault should have struck: to be drawn again."""
+    """The run was over, or `early`: had not come so far, when the fault should have struck: to be drawn again."""
+
+    def __init__(self, told: str, *, early: bool = False) -> None:
+        super().__init__(told)
+        self.early = early
 
 
 class Lost(Exception):
