@@ -23,8 +23,8 @@ HANDED_ON = ("init", "student", "base", "models", "model")  # roles whose weight
 SAMPLED = 8  # tensors
 VALUES = 65_536  # of each
 # Cosine of the weights of two models of one shape; the idea is HuRef's, arXiv:2312.04828. Measured on the packaged
-# recipes at laptop scale: 0.998 to 1.000 between offspring of one checkpoint (relative distance up to 0.05), within 0.003
-# of 0 between models initialised apart (1.41).
+# recipes at laptop scale: 0.998 to 1.000 between offspring of one checkpoint (relative distance up to 0.05), within
+# 0.003 of 0 between models initialised apart (1.41).
 RELATED = 0.5
 
 
