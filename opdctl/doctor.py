@@ -18,6 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from opdctl.console.tables import Check
+from opdctl.secrets import redact
 
 NEEDED = ("torch", "transformers", "safetensors", "hydra-core", "pydantic", "typer", "rich", "mlflow", "numpy")
 OPTIONAL = {
@@ -159,9 +160,9 @@ def _store(workspace: Path) -> Check:
 def _server(uri: str) -> Check:
     remedy = "start the server, or mend the address; runs go on without it and catch up later"
     if not uri.startswith(("http://", "https://")):
-        return Check("tracking", "mlflow", "broken", f"{uri} is not an http address", remedy)
+        return Check("tracking", "mlflow", "broken", f"{redact(uri)} is not an http address", remedy)
     try:
         with urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=5) as answer:
-            return Check("tracking", "mlflow", "ok", f"{uri} answers ({answer.status})")
+            return Check("tracking", "mlflow", "ok", f"{redact(uri)} answers ({answer.status})")
     except (urllib.error.URLError, TimeoutError, ValueError) as error:
-        return Check("tracking", "mlflow", "broken", f"{uri}: {error}", remedy)
+        return Check("tracking", "mlflow", "broken", redact(f"{uri}: {error}"), remedy)

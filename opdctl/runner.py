@@ -324,7 +324,7 @@ class _Execution:
 
     def _fail(self, item: PlannedStage, error: OpdctlError, tail: str) -> None:
         name = item.stage.name
-        message = f"{error}; {error.hint}" if error.hint else str(error)
+        message = secrets.redact(f"{error}; {error.hint}" if error.hint else str(error))
         self._outcome.failed[name] = message
         self._reporter.failed(name, message, tail)
         self._notifier.tell("refused" if name in self._guards.refused else "failed", name, message)

@@ -243,7 +243,7 @@ def log_tail(attempt: Attempt, lines: int = 20) -> str:
             text = stream.read().decode(errors="replace")
     except FileNotFoundError:
         return ""
-    return "\n".join(text.rstrip().splitlines()[-lines:])
+    return redact("\n".join(text.rstrip().splitlines()[-lines:]))
 
 
 def tell_failure(attempt: Attempt, message: str, hint: str) -> None:

@@ -1,6 +1,5 @@
 """`gc`, `pin`, `unpin`, `verify`, `import`: what a workspace keeps, whether it is whole, what is adopted into it."""
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -155,10 +154,11 @@ def import_model(
     """Adopt a model from outside, with a record of where it came from; pipelines then read it by path:."""
     from opdctl.adopt import adopt
     from opdctl.console import make_console, print_json
+    from opdctl.secrets import command_line
     from opdctl.store import Workspace
 
     source = folder.expanduser()
-    found = adopt(Workspace(workspace), source, name, ref=ref, licence=licence, link=link, argv=sys.argv)
+    found = adopt(Workspace(workspace), source, name, ref=ref, licence=licence, link=link, argv=command_line())
     reference = f"path:{(found.stage.path / 'checkpoint').relative_to(workspace.absolute())}"
     if json:
         told = {"record": found.record.id, "made": found.made, "left_out": list(found.left_out)}
