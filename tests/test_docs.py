@@ -50,9 +50,10 @@ class Block:
 
 
 def console_blocks(document: Path) -> list[Block]:
-    pattern = r"(?:<!-- not run: (?P<why>[^>]+) -->\n+)?^```console\n(?P<text>\$ opdctl.*?)^```$"
+    """Those of a planted fault are left to `test_runbooks.py`."""
+    pattern = r"(?:<!-- (?P<how>not run|planted): (?P<why>[^>]+) -->\n+)?^```console\n(?P<text>\$ opdctl.*?)^```$"
     found = re.finditer(pattern, document.read_text(), re.MULTILINE | re.DOTALL)
-    return [Block(match["text"], match["why"] or "") for match in found]
+    return [Block(match["text"], match["why"] or "") for match in found if match["how"] != "planted"]
 
 
 def example_files(document: Path) -> dict[str, str]:

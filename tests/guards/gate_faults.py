@@ -266,7 +266,7 @@ GATE: list[GateFault] = [
               lambda folder: world.distillation("random"), healthy_pair),
     weights("uniform", "random_teacher", "refuse", "the teacher's last norm is 0: every token is as likely", uniform),
     weights("foreign", "distance", "cold start first", "the teacher says other things than the student", noise(0.5)),
-    weights("strayed", "distance", "warn", "the teacher has gone some way from the student", noise(0.2)),
+    weights("strayed", "distance", "warn", "the teacher has gone some way from the student", noise(0.26)),
     weights("sharp", "entropy_gap", "warn", "the teacher is far surer than the student", sharper(3.0)),
     weights("other-words", "topk_overlap", "warn", "student and teacher prefer different words", noise(0.8)),
     weights("wrong", "headroom", "refuse", "the teacher answers worse than the student", noise(1.0), rollouts=96),
