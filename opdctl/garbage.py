@@ -36,7 +36,7 @@ class Found:
     run: str
     stage: str
     why: tuple[str, ...]
-    size: int  # bytes of its files
+    size: int  # bytes of its files, a checkpoint's record excepted, which is kept
     record: Record | None = None
 
 
@@ -45,7 +45,7 @@ class Sweep:
     go: tuple[Found, ...]  # in the order in which it is safe to delete
     stay: tuple[Found, ...]  # checkpoints
     notes: tuple[str, ...]  # what was left alone as a whole, and why
-    freed: int  # bytes: of a file with several names, once the last of them goes; without the records, which stay
+    freed: int  # bytes: of a file with several names, once the last of them goes
 
 
 def survey(workspace: Workspace, runs: Sequence[str] = ()) -> Sweep:
@@ -104,7 +104,7 @@ class _Survey:
             tuple(go),
             tuple(_told(item, item.stays) for item in sorted(stay, key=lambda item: item.path)),
             tuple(self._notes),
-            freed(found.path for found in go) - sum((one.path / RECORD).stat().st_size for one in go if one.record),
+            freed(found.path for found in go) - sum(size_of(one.path / RECORD) for one in go if one.record),
         )
 
     def _checkpoints(self) -> Iterator[Found]:
@@ -165,10 +165,8 @@ class _Survey:
 
 
 def _told(item: Checkpoint, why: Iterable[str]) -> Found:
-    stage = item.stage
-    return Found(
-        "checkpoint", item.path, stage.run, stage.name, tuple(dict.fromkeys(why)), size_of(item.path), item.record
-    )
+    stage, size = item.stage, size_of(item.path) - size_of(item.path / RECORD)
+    return Found("checkpoint", item.path, stage.run, stage.name, tuple(dict.fromkeys(why)), size, item.record)
 
 
 def _there(what: What, paths: Iterable[Path], run: str, stage: str, why: str) -> Iterator[Found]:

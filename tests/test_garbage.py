@@ -305,7 +305,7 @@ def test_bytes_are_counted_once_their_last_name_goes(found):
     path = found.run("a").stage("sft").at(old.id).checkpoint / "part.bin"
     path.write_bytes(b"x" * 10_000)
     twice = survey(found)
-    assert twice.freed == twice.go[0].size - (path.parent / RECORD).stat().st_size > 10_000
+    assert twice.freed == twice.go[0].size > 10_000
     os.link(path, found.path / "elsewhere")
     assert survey(found).freed == twice.freed - 10_000
 

@@ -83,7 +83,7 @@ def test_verify_exits_with_1_and_a_remedy_where_something_is_wrong(call, workspa
             path = stage.checkpoint / RECORD
             path.write_text(json.dumps(json.loads(path.read_text()) | {"fingerprint": fingerprint(record.identity)}))
     code, out, _ = call("verify")
-    assert (code, out) == (0, "workspace: 2 checkpoints, 37 B read: all good\n")
+    assert (code, out) == (0, "workspace: 2 checkpoints, 44 B read: all good\n")
     publish(run, "eval", "eval", [Parent("models", "lost", "stage:lost", "20200101T000000-0")], {})
     code, out, _ = call("verify", "first")
     assert code == 1
