@@ -123,7 +123,7 @@ class Launcher:
             return {}
         accepted = sorted({*settings.accept, *self._plan.accept})
         plain = settings.model_dump(mode="json") | {"accept": accepted}
-        asked: dict[str, Any] = {"settings": plain}
+        asked: dict[str, Any] = {"settings": plain, "accepted": accepted}
         if item.stage.settings.kind == "eval":
             asked["trained"] = self._trained(item)
         if attempt is None:
@@ -132,7 +132,7 @@ class Launcher:
         else:
             key = self._gate_key(item)
             if self._passed(item, key) is not None:
-                return {}
+                return {"accepted": accepted}
             asked |= {"file": str(attempt.gate), "key": key}
         return asked
 

@@ -97,7 +97,7 @@ def _carry_out(backend: str, spec_path: Path, attempt: Attempt) -> int:
 
 def _pass_gate(spec: StageSpec, control: WorkerControl) -> None:
     """Raises StageRefused where a check refuses that was not accepted."""
-    if not spec.gate:
+    if "settings" not in spec.gate:
         return
     settings = GateSettings.model_validate(spec.gate["settings"])
     found = check_files(spec, settings)

@@ -42,7 +42,8 @@ class StageSpec:
     output: str  # empty folder to fill with what the stage publishes
     events: str  # file to append to
     result: str  # file to write last
-    # settings.GateSettings as `settings`, the `file` for verdicts and their `key`; empty: passed before, or off
+    # settings.GateSettings as `settings`, the `file` for verdicts and their `key`, unless it was passed before; checks
+    # whose refusals are `accepted`; tasks that were `trained` on before an evaluation. Empty: the gate is off
     gate: Mapping[str, Any] = field(default_factory=dict)
 
 

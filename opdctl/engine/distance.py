@@ -9,7 +9,7 @@ from opdctl.backends.contract import Control, InputSpec, StageSpec, Stopped
 from opdctl.engine.batch import Sequence, micro_batches
 from opdctl.engine.loop import open_frozen, open_vocabulary, role
 from opdctl.engine.policy import Policy
-from opdctl.engine.teachers import check_vocabularies
+from opdctl.engine.teachers import accepted, check_vocabularies
 from opdctl.engine.vocab import full_vocab_reverse_kl
 
 
@@ -26,7 +26,7 @@ def check_comparable(spec: StageSpec) -> None:
     """Raises StageRefused unless the students and their teachers have one vocabulary."""
     [before], others = role(spec, "before"), [*role(spec, "teachers"), *role(spec, "after")]
     tokenizer, _, width = open_vocabulary(spec, before)
-    check_vocabularies(tokenizer, width, others)
+    check_vocabularies(tokenizer, width, others, accepted=accepted(spec))
 
 
 def divergences(

@@ -20,7 +20,7 @@ from opdctl.engine.policy import Policy
 from opdctl.engine.rows import stream_seed
 from opdctl.engine.streamed import Term, streamed
 from opdctl.engine.teacher_states import States, open_states
-from opdctl.engine.teachers import check_vocabularies
+from opdctl.engine.teachers import accepted, check_vocabularies
 from opdctl.engine.update_extrapolation import Extrapolation, held_out_accuracy
 from opdctl.settings import OpdSettings
 
@@ -31,7 +31,7 @@ def run(spec: StageSpec, control: Control) -> StageResult:
     settings = OpdSettings.model_validate(spec.config)
     policy, tokenizer = open_policy(spec, role(spec, "student")[0], settings.train.precision)
     teachers = role(spec, "teachers")
-    check_vocabularies(tokenizer, policy.vocab_size, [*teachers, *role(spec, "reference")])
+    check_vocabularies(tokenizer, policy.vocab_size, [*teachers, *role(spec, "reference")], accepted=accepted(spec))
     trainer = Trainer(spec, control, settings.train, policy, tokenizer)
     updates = settings.updates
     states = open_states(spec, teachers, settings.train.precision, policy)

@@ -26,7 +26,7 @@ from opdctl.engine.partial import PartialRollouts
 from opdctl.engine.policy import Policy, completion_logprobs
 from opdctl.engine.rows import Mixer, Renderer, Row, judge, roll, stream_seed
 from opdctl.engine.sampling import Rollout
-from opdctl.engine.teachers import check_vocabularies
+from opdctl.engine.teachers import accepted, check_vocabularies
 from opdctl.engine.vocab import token_logprobs
 from opdctl.settings import LogRatioClip, RlvrSettings
 
@@ -35,7 +35,8 @@ def run(spec: StageSpec, control: Control) -> StageResult:
     """Train `init` with the settings' advantage, surrogate, mismatch rule, aggregation, KL, and effort budget."""
     settings = RlvrSettings.model_validate(spec.config)
     policy, tokenizer = open_policy(spec, role(spec, "init")[0], settings.train.precision)
-    check_vocabularies(tokenizer, policy.vocab_size, [*role(spec, "reference"), *role(spec, "budget")])
+    others = [*role(spec, "reference"), *role(spec, "budget")]
+    check_vocabularies(tokenizer, policy.vocab_size, others, accepted=accepted(spec))
     trainer = Trainer(spec, control, settings.train, policy, tokenizer)
     sampler = _Sampler(spec, settings, trainer)
     updates = settings.updates

@@ -9,19 +9,22 @@ from typing import Generic, TypeVar
 
 from transformers import AutoConfig
 
-from opdctl.backends.contract import InputSpec
+from opdctl.backends.contract import InputSpec, StageSpec
 from opdctl.engine.tokenizer import Tokenizer, load_tokenizer
 from opdctl.errors import StageRefused
 
 Held = TypeVar("Held")
 
 
-def check_vocabularies(policy: Tokenizer, width: int, others: Sequence[InputSpec]) -> None:
+def check_vocabularies(
+    policy: Tokenizer, width: int, others: Sequence[InputSpec], *, accepted: Sequence[str] = ()
+) -> None:
     """Compares vocabularies id by id, and the number of logits. Models without a folder are the policy's own kind.
 
     A teacher or a reference scores the policy's token ids: where an id is another word to it, it praises what it
     never meant. One that only samples (role budget) may have other padding behind its vocabulary.
-    Raises StageRefused naming every model that differs.
+    Where the check `vocabulary` of the gate is among the `accepted`, only the number of logits counts: ids are then
+    compared as numbers. Raises StageRefused naming every model that differs.
     """
     words = _words(policy)
     known: dict[bytes, str] = {}  # content of tokenizer.json -> what is wrong with it: nine teachers share one
@@ -33,7 +36,7 @@ def check_vocabularies(policy: Tokenizer, width: int, others: Sequence[InputSpec
             known[content] = _difference(words, _words(load_tokenizer(given.path)))
         logits = int(AutoConfig.from_pretrained(given.path, local_files_only=True).get_text_config().vocab_size)
         name = f"{given.role.removesuffix('s')} {given.label}"
-        if known[content]:
+        if known[content] and "vocabulary" not in accepted:
             problems.append(f"{name} has another vocabulary than the policy: {known[content]}")
         elif logits != width and given.role != "budget":
             problems.append(
@@ -46,6 +49,12 @@ def check_vocabularies(policy: Tokenizer, width: int, others: Sequence[InputSpec
             hint="models are compared token by token: use one tokenizer for all; if only the padding differs, "
             "save one of them again after resize_token_embeddings(N) of transformers, with the width of the other",
         )
+
+
+def accepted(spec: StageSpec) -> Sequence[str]:
+    """Checks of the gate whose refusals the user accepted for this stage."""
+    found: Sequence[str] = spec.gate.get("accepted", ())
+    return found
 
 
 def _words(tokenizer: Tokenizer) -> list[str | None]:

@@ -146,3 +146,12 @@ def test_a_model_that_only_samples_may_be_padded_otherwise(tmp_path):
     budget = replace(saved(tmp_path / "padded", [*WORDS, "x", "y"]), role="budget")
     tokenizer.save_pretrained(budget.path)
     check_vocabularies(tokenizer, policy.vocab_size, [budget])
+
+
+def test_another_vocabulary_that_was_accepted_is_compared_by_its_numbers(tmp_path):
+    policy, tokenizer = model(WORDS)
+    other = saved(tmp_path / "other", [*WORDS[:3], "b", "a", "c"])
+    check_vocabularies(tokenizer, policy.vocab_size, [other], accepted=["vocabulary"])
+    wide = saved(tmp_path / "wide", [*WORDS, "d"])
+    with pytest.raises(StageRefused, match="gives 7 logits and the policy 6"):
+        check_vocabularies(tokenizer, policy.vocab_size, [wide], accepted=["vocabulary"])

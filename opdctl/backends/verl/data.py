@@ -36,7 +36,7 @@ from opdctl.engine.chat import observation_text
 from opdctl.engine.checkpoint import Tokenizer, encode
 from opdctl.engine.loop import open_demonstrations, open_tasks, open_vocabulary, role
 from opdctl.engine.rows import Mixer, Renderer, Row, stream_seed
-from opdctl.engine.teachers import Router, check_vocabularies
+from opdctl.engine.teachers import Router, accepted, check_vocabularies
 from opdctl.errors import StageRefused
 from opdctl.records import read_json, write_json
 from opdctl.settings import EffortBudget, OpdSettings, Overlong, RlvrSettings, SftSettings, Train
@@ -63,7 +63,7 @@ def write(spec: StageSpec, control: Control) -> Layout:
     mark.unlink(missing_ok=True)
     student = _Student(spec)
     others = [*role(spec, "reference"), *role(spec, "budget"), *role(spec, "teachers")]
-    check_vocabularies(student.tokenizer, student.width, others)
+    check_vocabularies(student.tokenizer, student.width, others, accepted=accepted(spec))
     if spec.kind != "sft":
         student.check_stops()
 
