@@ -10,7 +10,7 @@ import torch
 
 from opdctl.backends.contract import Control, InputSpec, StageSpec
 from opdctl.engine.gate_large import ask_in_child, check_norms, is_small, on_the_cpu
-from opdctl.engine.gate_pairs import judge_pair
+from opdctl.engine.gate_pairs import judge_pair, judge_routes
 from opdctl.engine.gate_tasks import check_demonstrations, check_difficulty, check_graders
 from opdctl.engine.loop import open_vocabulary, role
 from opdctl.engine.probe import read_pairs
@@ -65,8 +65,10 @@ def _check_pairs(spec: StageSpec, settings: GateSettings, control: Control) -> I
         evidence = f"not measured: {refused}"
         yield Verdict("distance", f"{student.label} -> {teachers[number].label}", Outcome.WARN, evidence, refused.hint)
     readable = [number for number in range(len(teachers)) if number not in foreign]
-    for reading in read_pairs(spec, settings, control, readable) if readable else ():
+    readings = list(read_pairs(spec, settings, control, readable)) if readable else []
+    for reading in readings:
         yield from judge_pair(reading, settings, own)
+    yield from judge_routes(readings)
 
 
 def _foreign(spec: StageSpec, student: InputSpec, teachers: Sequence[InputSpec]) -> dict[int, StageRefused]:

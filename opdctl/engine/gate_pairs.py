@@ -1,7 +1,8 @@
 """What the gate says of a student and a teacher once both have been asked (`probe.py`)."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import combinations
 
 from opdctl.engine.probe import Reading, Score
 from opdctl.settings import GateSettings, OpdSettings
@@ -12,6 +13,7 @@ BLIND = -0.88  # ... is above BLIND * ln V if it knows anything: without trainin
 AGAIN = 1e-4  # nats: the same batch read twice is the same to the bit on a CPU
 ALONE = {"float32": 1e-3, "bfloat16": 0.05}  # nats, mean: another batch rounds otherwise
 SURE = 2.33  # standard errors: one pair of a hundred equal models seems to differ by more, one-sided
+EXCHANGED = 4.0  # times as far from the student on each other's prompts as on their own: two exchanged specialists
 RUINED = 0.25  # of the student's accuracy: a teacher that has no more would unteach
 
 Told = Iterator[Verdict]
@@ -27,6 +29,37 @@ def judge_pair(reading: Reading, settings: GateSettings, own: OpdSettings) -> li
         *_overlap(reading, settings, own),
         *_headroom(reading, settings, own),
     ]
+
+
+def judge_routes(readings: Sequence[Reading]) -> list[Verdict]:
+    """Are two teachers exchanged? Silent where no two of them can be told apart.
+
+    A specialist has moved away from the student on what it was trained on, so each of two exchanged ones has moved
+    further on the other's prompts than the other has, and not just because it moved further everywhere. Measured with
+    kimi_k3: 0.46 and 0.14 nats on their own prompts, 0.04 and 0.01 on each other's.
+    """
+    found = []
+    for a, b in combinations(readings, 2):
+        if a.teacher.path == b.teacher.path or not (a.moved and b.moved):
+            continue
+        on_a, on_b = b.moved[a.number] / _floor(a.moved[a.number]), a.moved[b.number] / _floor(b.moved[b.number])
+        if min(on_a, on_b) >= EXCHANGED:
+            found.append(
+                Verdict(
+                    "routing",
+                    subject(a),
+                    Outcome.REFUSE,
+                    f"{b.teacher.label} is {on_a:.0f} times as far from the student as it on its prompts, and it "
+                    f"{on_b:.0f} times as far as {b.teacher.label} on the prompts of that",
+                    "each seems trained on what the other is asked about: exchange their routes",
+                    {"on_its_own": on_a, "on_the_others": on_b},
+                )
+            )
+    return found
+
+
+def _floor(nats: float) -> float:
+    return max(nats, 1e-6)
 
 
 def subject(reading: Reading) -> str:

@@ -33,6 +33,7 @@ from opdctl.tasks import Task
 
 TOP_K = 16  # tokens of the overlap, or the whole vocabulary (arXiv:2604.13016)
 ALONE = 8  # sequences that are read one by one
+FEW = 12  # of each teacher's completions, that the other teachers read too
 PATIENCE = 8  # times as many rows as are wanted of a teacher are looked through for them
 _TREE = 4  # completions of a prompt, at most: enough that they share a row where the stage's do
 
@@ -50,6 +51,7 @@ class Score:
 class Reading:
     """What was seen of one pair. Means are over the student's tokens; nats per token."""
 
+    number: int  # of the teacher in the stage's list
     teacher: InputSpec
     student: str  # label
     rollouts: int
@@ -67,6 +69,7 @@ class Reading:
     alone: float  # mean difference from sequences read one by one
     student_score: Score
     teacher_score: Score
+    moved: Mapping[int, float]  # reverse KL on a few of the prompts of each teacher, this one among them
 
 
 @dataclass(frozen=True)
@@ -97,11 +100,15 @@ def read_pairs(
     with TemporaryDirectory(prefix="opdctl-gate-") as folder:
         states = open_states(replace(spec, state=folder), probe.teachers, probe.own.train.precision, probe.student)
         try:
-            for number in wanted:
+            shown = {}
+            for number in (number for number in wanted if found[number]):
                 if control.stop_requested():
                     raise Stopped
-                if rows := found[number]:
-                    yield probe.read(states, number, probe.show(rows))
+                shown[number] = probe.show(found[number])
+            for number in shown:
+                if control.stop_requested():
+                    raise Stopped
+                yield probe.read(states, number, shown)
         finally:
             states.close()
 
@@ -174,8 +181,9 @@ class _Probe:
         return prompts, rollouts, Score(len(rows) * size, right, cut)
 
     @torch.no_grad()
-    def read(self, states: States, number: int, shown: _Shown) -> Reading:
-        teacher, sequences = self.teachers[number], shown.sequences
+    def read(self, states: States, number: int, everywhere: Mapping[int, _Shown]) -> Reading:
+        teacher, shown = self.teachers[number], everywhere[number]
+        sequences = shown.sequences
         logprobs_N = self._logprobs(states, number, sequences)
         again_N = self._logprobs(states, number, sequences)
         health = self._health(states, number, shown.rollouts)  # the first of the sequences
@@ -186,6 +194,7 @@ class _Probe:
         means = {name: float(values_N.double().mean()) for name, values_N in health.items()}
         targets_N, before_N = _tokens(sequences)
         return Reading(
+            number,
             teacher,
             self.given.label,
             len(shown.rollouts),
@@ -203,7 +212,17 @@ class _Probe:
             _apart(alone, together_N).mean().item(),
             shown.score,
             score,
+            self._moved(states, number, everywhere) if len(everywhere) > 1 else {},
         )
+
+    def _moved(self, states: States, number: int, everywhere: Mapping[int, _Shown]) -> dict[int, float]:
+        """How far the teacher is from the student on the prompts of each teacher."""
+        found = {}
+        for other, shown in everywhere.items():
+            few = shown.rollouts[:FEW]
+            states.begin(few, {number: range(len(few))})
+            found[other] = float(self._health(states, number, few)["reverse_kl"].double().mean())
+        return found
 
     def _logprobs(self, states: States, number: int, sequences: list[Sequence]) -> Tensor:
         """Of all tokens, as the stage would read the teacher."""

@@ -13,7 +13,7 @@ from opdctl.backends.contract import Stopped
 from opdctl.engine import teacher_states
 from opdctl.engine.checkpoint import new_policy, save_policy
 from opdctl.engine.gate import check_models
-from opdctl.engine.gate_pairs import judge_pair
+from opdctl.engine.gate_pairs import judge_pair, judge_routes
 from opdctl.engine.probe import Score, _Probe, read_pairs
 from opdctl.settings import GateSettings, NewModel, OpdSettings
 from opdctl.verdicts import Outcome, Verdict
@@ -182,6 +182,28 @@ def test_a_stop_is_heard_between_teachers(tmp_path, made):
 def test_a_stage_of_verl_is_asked_the_same(tmp_path, made, backend):
     found = judged(replace(stage(tmp_path, made, "random"), backend=backend))
     assert ("random_teacher", "sft -> max[domain=code]", "refuse") in alarms(found)
+
+
+EXCHANGES = {  # nats from the student: (first, second teacher) on the prompts of the first, and of the second
+    "specialists": ((0.46, 0.04), (0.01, 0.14), False),
+    "exchanged": ((0.04, 0.46), (0.14, 0.01), True),
+    "one moved further everywhere": ((0.04, 0.4), (0.04, 0.4), False),
+    "alike": ((0.1, 0.2), (0.2, 0.1), False),
+}
+
+
+@pytest.mark.parametrize("case", EXCHANGES)
+def test_two_exchanged_specialists_are_named(tmp_path, made, case):
+    *moved, exchanged = EXCHANGES[case]
+    first, second = read_pairs(stage(tmp_path, made, "stranger"), SETTINGS, stages.Recorder(), [1, 3])
+    assert first.moved == pytest.approx({1: first.reverse_kl, 3: first.moved[3]})  # of so few rollouts all are read
+    assert second.moved[1] > 2 * first.moved[1]  # a stranger is far on all prompts
+    readings = [
+        replace(first, moved={1: moved[0][0], 3: moved[1][0]}),
+        replace(second, moved={1: moved[0][1], 3: moved[1][1]}),
+    ]
+    found = [(one.check, one.subject, one.outcome) for one in judge_routes(readings)]
+    assert found == ([("routing", "sft -> max[domain=math]", Outcome.REFUSE)] if exchanged else [])
 
 
 # ------------------------------------------------------------------------------------------------------- headroom
