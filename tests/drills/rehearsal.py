@@ -15,7 +15,7 @@ from drills.survival import digests, points
 def rehearse(folder: Path, subjects: Sequence[str] = ("toy", "engine"), *, tracked: bool = True) -> Rehearsal:
     """Run each subject undisturbed, and compile the shim. Without `tracked` for drills that are not tracked only."""
     database = _empty_database(folder / "store") if tracked else folder / "none"
-    bare = Rehearsal({}, database, compiled(folder))
+    bare = Rehearsal(folder, {}, database, compiled(folder))
     known: dict[str, Undisturbed] = {}
     for name in subjects:
         with scene(bare, name, folder / f"undisturbed-{name}", random.Random(0), 0.0, tracked) as made:
@@ -25,7 +25,7 @@ def rehearse(folder: Path, subjects: Sequence[str] = ("toy", "engine"), *, track
             seconds = time.monotonic() - running.began
             made.tell_mlflow(running.told())
             known[name] = Undisturbed(seconds, made.events(), digests(made), points(made)[0] if tracked else {})
-    return Rehearsal(known, database, bare.shim)
+    return Rehearsal(folder, known, database, bare.shim)
 
 
 def _empty_database(folder: Path) -> Path:

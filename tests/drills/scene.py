@@ -45,6 +45,7 @@ class Undisturbed:
 class Rehearsal:
     """What all drills share."""
 
+    folder: Path  # with the workspaces of the undisturbed runs
     undisturbed: Mapping[str, Undisturbed]
     database: Path  # an empty MLflow store: to set one up takes seconds
     shim: Path | None  # None: there is no C compiler
