@@ -14,11 +14,12 @@ import pytest
 import toy
 from checkpoints import begin, output, record, weights
 
-from opdctl import tracking
 from opdctl.repair import repair
 from opdctl.store import StageDir, Workspace, write_json
 from opdctl.verify import Verifier
 
+# MLflow's own use of its libraries is not ours to mend
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::PendingDeprecationWarning")
 CHANGING = ("replace", "symlink", "unlink", "rmdir", "mkdir", "fsync", "open", "link", "rename")
 
 
@@ -303,7 +304,8 @@ def test_a_run_whose_folder_is_gone_is_no_longer_running_in_mlflow(workspace):
     store = Store(workspace)
     for run in (store.run(), store.run("sft")):
         store.client.update_run(run.info.run_id, status="RUNNING")
-    foreign = store.client.create_run(store.experiment)  # somebody else's
+    foreign = store.client.create_run(store.experiment, tags={"stage": "theirs"})
+    shutil.rmtree(workspace / "runs")
     place = Workspace(workspace)
     assert {one.state for one in repair(place, [], dry_run=True)} == {"would mend"}
     assert store.run("sft").info.status == "RUNNING"
@@ -311,4 +313,3 @@ def test_a_run_whose_folder_is_gone_is_no_longer_running_in_mlflow(workspace):
     assert {store.run().info.status, store.run("sft").info.status} == {"KILLED"}
     assert store.client.get_run(foreign.info.run_id).info.status == "RUNNING"
     assert list(repair(place, [])) == []
-    assert tracking.left(place.run("r")) is None

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "15",  # seconds
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",  # where one JSON document is to stand
     "MLFLOW_LOGGING_LEVEL": "CRITICAL",  # it prints a traceback for every error that it also raises
 }
 # What was sent twice, because the answer to the first was lost, would be there twice: we look before we send again.

@@ -6,7 +6,7 @@ models by their record's id. So a call whose answer was lost does not double any
 
 import getpass
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
@@ -67,6 +67,7 @@ class Writer:
         return known.run_id if known else None
 
     def finish(self, status: str) -> None:
+        self._adopt({self._parent, *(curve.run_id for curve in self._curves.values())})  # requests that came late
         self._client.set_terminated(self._parent, status)
 
     # ------------------------------------------------------------------ runs
@@ -87,12 +88,13 @@ class Writer:
             raise MlflowException(f"experiment '{name}' is deleted in MLflow; restore it or set tracking.experiment")
         return str(experiment.experiment_id)
 
-    def _adopt(self) -> dict[str, "Run"]:
-        """Runs by their curve. A request whose answer was lost may have made a second one: the fuller stays."""
+    def _adopt(self, known: Collection[str] = ()) -> dict[str, "Run"]:
+        """Runs by their curve. A request whose answer was lost may have made a second one: one of `known` ids stays, or
+        else the fuller."""
         found: dict[str, Run] = {}
         ours = f"tags.`opdctl.pipeline_run` = '{self._target.pipeline_run}'"
-        runs = sorted(search_runs(self._client, [self._experiment], ours), key=lambda run: str(run.info.run_id))
-        for run in sorted(runs, key=lambda run: run.data.metrics.get(MARKER, -1), reverse=True):
+        runs = list(search_runs(self._client, [self._experiment], ours))
+        for run in sorted(runs, key=lambda run: (run.info.run_id not in known, -run.data.metrics.get(MARKER, -1))):
             curve = run.data.tags.get("opdctl.curve", "")
             if curve in found:
                 self._client.delete_run(run.info.run_id)
