@@ -164,3 +164,23 @@ def test_a_gate_that_is_off_says_so(call, pipeline, workspace):
     code, out, _ = call("check", name, "--files-only")
     assert code == 0
     assert "gate.enabled is false: opd" in out
+
+
+def test_an_exam_whose_prompts_a_stage_before_it_trains_on_is_refused(call, pipeline, workspace):
+    rows = [{"q": f"{number} plus one", "a": str(number + 1)} for number in range(12)]
+    for name, some in (("mine", rows[:6]), ("few", rows[:1]), ("asked", rows[5:])):
+        (workspace / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
+    file = {"task": "file", "prompt": "q", "answer": "a", "verifier": "exact", "held_out": 0.0}
+    tasks = {"mine": file | {"path": "mine.jsonl"}, "exam": file | {"path": "few.jsonl", "eval_path": "asked.jsonl"}}
+    train = {"max_steps": 1, "global_batch_size": 2, "optimizer": {"lr": 1e-3}}
+    sft = {"kind": "sft", "backend": "embedded", "inputs": {"init": "model:"}}
+    sft["config"] = {"data": {"tasks": ["mine"]}, "max_tokens": 24, "train": train}
+    rollout = {"prompts": 2, "max_prompt_tokens": 10, "max_completion_tokens": 6}
+    exam = {"kind": "eval", "backend": "embedded", "inputs": {"models": ["stage:sft"]}}
+    exam["config"] = {"data": {"tasks": ["exam"]}, "rollout": rollout}
+    tree = json.loads((workspace / pipeline()).read_text()) | {"tasks": tasks, "stages": {"sft": sft, "exam": exam}}
+    (workspace / "p.yaml").write_text(json.dumps(tree))
+    code, out, err = call("check", "p.yaml", "--files-only")
+    assert code == 1, out + err
+    assert "✗ overlap  task exam: refuse  (exam)" in out
+    assert "1 of 7 held-out prompts are trained on as rows of mine, 1 word for word" in " ".join(out.split())
