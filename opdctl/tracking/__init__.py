@@ -100,12 +100,15 @@ class NoTracking:
 
 def open_tracking(pipeline: Pipeline, run: RunDir, *, work: bool) -> Tracking:
     """Under the run's lock. `work`: stages are going to run; else only what an earlier process left is told."""
-    known = dict(run.info.get("tracking") or {})
-    if not pipeline.settings.tracking.enabled or not (work or known.get("pending")):
+    if not pipeline.settings.tracking.enabled:
         return NoTracking()
-    stages = run.stages()
+    known, stages = dict(run.info.get("tracking") or {}), run.stages()
+    # without a note of it (run.json was damaged) all is told that MLflow does not have
+    pending = known.get("pending", any(journal.entries(stage) for stage in stages))
+    if not (work or pending):
+        return NoTracking()
     pipeline_run = str(known.get("id") or next(filter(None, map(journal.pipeline_run, stages)), uuid.uuid4().hex))
-    left = stages if known.get("pending") else []
+    left = stages if pending else []
     for stage in left:
         journal.end_dead(stage)
     run.write_info(tracking={"id": pipeline_run, "pending": True})
