@@ -22,9 +22,11 @@ def main(numbers: list[int]) -> int:
     known = rehearse(folder, sorted({drill.subject for drill in chosen}))
     verdicts: list[Verdict] = []
     with ProcessPoolExecutor(int(os.environ.get("JOBS", "2")), mp_context=get_context("spawn")) as pool:
-        waiting = [pool.submit(carry_out, drill, known, folder, SEED) for drill in chosen]
+        waiting = {pool.submit(carry_out, drill, known, folder, SEED): drill for drill in chosen}
         for done in as_completed(waiting):
-            verdicts.append(done.result())
+            error = done.exception()
+            broken = Verdict(waiting[done], [f"the drill itself failed: {error!r}"])
+            verdicts.append(broken if error else done.result())
             _tell(verdicts[-1], len(verdicts), len(chosen))
             if verdicts[-1].survived:
                 shutil.rmtree(folder / f"drill-{verdicts[-1].drill.number}", ignore_errors=True)
