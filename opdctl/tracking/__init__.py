@@ -192,7 +192,7 @@ def end_stale(workspace: Workspace, working: Iterable[RunDir], *, dry_run: bool)
     living = {str(known["id"]) for run in working if (known := run.info.get("tracking")) and known.get("id")}
     try:
         return server.end_stale(server.connect(f"sqlite:///{database}", database), living, dry_run=dry_run)
-    except Exception as error:  # of MLflow, its database or a library of theirs: none of ours can be in there
+    except server.errors() as error:
         raise Unreachable(server.reason(error)) from error
 
 
@@ -288,7 +288,7 @@ class Tracker:
             try:
                 writer = self._tell(writer, last)
                 failures, self._error = 0, ""
-            except Exception as error:  # the boundary: whatever MLflow, its database or the network raise stays here
+            except server.errors() as error:
                 writer, failures = None, failures + 1  # a call may or may not have come through: look again
                 self._complain(error)
             if last:
@@ -301,11 +301,11 @@ class Tracker:
         writer = writer or Writer(self._target, self._complaints.put)
         with self._lock:
             stages, running = dict(self._open), set(self._running)
-        trouble: Exception | None = None
+        trouble: BaseException | None = None
         for name, stage in stages.items():
             try:
                 writer.sync(stage)
-            except Exception as error:  # the boundary, as above; one stage does not hold back the others
+            except server.errors() as error:  # one stage does not hold back the others
                 if server.is_away(error):
                     raise
                 trouble = trouble or error

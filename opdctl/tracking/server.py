@@ -104,11 +104,11 @@ def send(client: "MlflowClient", run_id: str, items: list[Any], log: Callable[[l
     each. Raises where it is the server that cannot."""
     if not items:
         return []
-    error: Exception
+    error: BaseException
     for _ in range(1 if len(items) > 1 else TRIES):
         try:
             log(items)
-        except Exception as caught:
+        except errors() as caught:
             error = caught
             if is_away(caught):
                 raise
@@ -119,6 +119,20 @@ def send(client: "MlflowClient", run_id: str, items: list[Any], log: Callable[[l
         return [f"{items[0].key}: {reason(error)}"]
     middle = len(items) // 2
     return [line for half in (items[:middle], items[middle:]) for line in send(client, run_id, half, log)]
+
+
+def errors() -> tuple[type[BaseException], ...]:
+    """All that a server, a database, a network or an answer that is none can do to us; MLflow that cannot be imported,
+    and what its code makes of an answer that it does not expect, are among it."""
+    known = (OSError, ImportError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, Unreachable)
+    try:
+        from alembic.util import CommandError
+        from google.protobuf.json_format import Error  # type: ignore[import-untyped]  # ships no types
+        from mlflow.exceptions import MlflowException
+        from sqlalchemy.exc import SQLAlchemyError
+    except ImportError:
+        return known
+    return (*known, CommandError, Error, MlflowException, SQLAlchemyError)
 
 
 def is_away(error: BaseException | None) -> bool:

@@ -21,7 +21,7 @@ from opdctl.store import Attempt, StageDir
 from opdctl.tracking import guards
 from opdctl.tracking.journal import Ending, Entry, Published, curves
 from opdctl.tracking.names import LONGEST_TAG, MARKER, Flat, cut, fit, flatten_metrics, flatten_params, safe_name
-from opdctl.tracking.server import Target, connect, is_away, probe, reason, search_runs, send
+from opdctl.tracking.server import Target, connect, errors, is_away, probe, reason, search_runs, send
 
 if TYPE_CHECKING:
     from mlflow.entities import Metric, Run
@@ -239,7 +239,7 @@ class Writer:
         """A file. Where the server lives and its files' store does not, metrics and models are told without."""
         try:
             store()
-        except Exception as error:  # of whichever library talks to that store
+        except errors() as error:
             if is_away(error):
                 raise
             probe(self._client, run_id)
