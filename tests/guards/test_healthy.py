@@ -13,9 +13,7 @@ from scripts.recipes import __main__ as command
 
 RECIPES = command.recipes()
 SMALL = {  # what keeps a run short; all else is as packaged
-    "kimi_k3": ["axes.domain=[general]", "axes.loss=[full_vocab]", "scale.agents.sft.max_steps=4"],
-    "longcat_flash_thinking": [],
-    "stability_law": [],
+    "kimi_k3": ["axes.domain=[general]", "axes.loss=[full_vocab]"],
 }
 
 
