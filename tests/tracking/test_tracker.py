@@ -202,7 +202,7 @@ def test_eight_stages_at_once_on_a_database_that_does_not_exist_yet_are_all_trac
 def test_two_processes_may_set_the_database_up_at_once(tmp_path):
     code = (
         "import sys; from pathlib import Path; from opdctl.tracking.server import connect;"
-        "d = Path(sys.argv[1]); connect(Target(f'sqlite:///{d}', d, None, 'e', 'p', 'r', 'i', {}))"
+        "d = Path(sys.argv[1]); connect(f'sqlite:///{d}', d)"
     )
     command = [sys.executable, "-c", code, tmp_path / "mlflow.db"]
     both = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
