@@ -84,7 +84,7 @@ class KlHigh(Rule):
 
     above: Positive = 8.0  # nats per token, at any time: the other model finds the tokens 3,000 times less likely
     times: Above = 3.0  # its start: median of the first `start` steps
-    least: NonNegative = 0.2  # nats per token: growth below this is none (0.19: a distant teacher, seed document 001)
+    least: NonNegative = 0.2  # nats per token: growth below this is none (0.19: a distant teacher, see gate.far)
     start: Count = 8  # steps
     steps: Count = 3  # of late, by their median
 
