@@ -40,10 +40,8 @@ class GateSettings(Settings):
     accept: list[GateCheck] = []  # refusals of these are noted in the lineage, and the stage starts
     rollouts: Count = 24  # completions of the student that each teacher is asked about
     max_completion_tokens: Count = 64  # of each of them; less where the stage's own limit is lower
-    near: Positive = (
-        0.04  # nats of reverse KL per token: teachers of one origin start here (reported of MOPD, arXiv:2606.30406)
-    )
-    far: Positive = 0.19  # a foreign, stronger teacher started here, and training diverged (reported of MOPD)
+    near: Positive = 0.04  # nats of reverse KL per token: one origin (as reported of MOPD, arXiv:2606.30406)
+    far: Positive = 0.19  # a foreign, stronger teacher started here and diverged (as of MOPD)
     overlap: Fraction = 0.72  # of the top 16 tokens: where successful distillations start (arXiv:2604.13016)
     entropy_gap: Positive = 0.3  # nats: all the entropy that the student of MOPD has (arXiv:2606.30406)
     grader_rows: Count = 8  # of each task: reference, shuffled and empty answers are graded
