@@ -209,7 +209,7 @@ class Tracker:
         self._wake = threading.Event()
         self._status: Status | None = None  # of the whole run, once it is over
         self._told = False
-        self._unended = False  # an end could not be written down: the next process finds it out
+        self._unended = False  # a start or an end could not be written down: the next process finds it out
         self._error = ""  # of the last try
         self._complained = 0  # how often of the server
         self._thread = threading.Thread(target=self._work, name="tracking", daemon=True)
@@ -234,6 +234,7 @@ class Tracker:
         try:
             journal.begin(stage, attempt, entry, resumed=what.resumed)
         except OpdctlError as error:  # a full disk: the stage will say so itself if it has to
+            self._unended = True  # what of it reached the disk is told by the next run
             self._complaints.put(f"tracking: attempt {attempt.number} of {stage.name} is not tracked: {error}")
             return
         with self._lock:

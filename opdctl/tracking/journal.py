@@ -1,9 +1,12 @@
 """What there is to track, on disk beside each attempt, so that it can be told to MLflow at any later time.
 
+It is there twice: `tracking.json`, and `begun.json` as it was when the attempt started, for whatever damages the first.
+
 A curve is one training of a stage: the attempts that carried it on, one MLflow run. An attempt with other settings,
 other parents, or after the stage was published begins another curve.
 """
 
+import math
 import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -63,7 +66,8 @@ def begin(stage: StageDir, attempt: Attempt, entry: Entry, *, resumed: bool) -> 
         same = (last.fingerprint, last.parents) == (entry.fingerprint, entry.parents)
         if not finished and (resumed or same):
             entry = replace(entry, curve=last.curve)
-    write_json(_file(attempt), asdict(entry))
+    for path in (_begun(attempt), _file(attempt)):
+        write_json(path, asdict(entry))
 
 
 def end(attempt: Attempt, ending: Ending) -> None:
@@ -73,17 +77,21 @@ def end(attempt: Attempt, ending: Ending) -> None:
 
 def end_dead(stage: StageDir) -> None:
     """Under the run's lock, before anything starts: attempts without an end are those of a dead orchestrator."""
-    for attempt, entry in entries(stage):
+    known = entries(stage)
+    if all(entry.ended for _, entry in known):
+        return
+    records = stage.records()
+    for at, (attempt, entry) in enumerate(known):
         if entry.ended is not None:
             continue
-        record = stage.record()
-        if record is not None and datetime.fromisoformat(record.created).timestamp() >= entry.started:
-            end(
-                attempt,
-                Ending("FINISHED", datetime.fromisoformat(record.created).timestamp(), "", published(stage, record)),
-            )
+        until = known[at + 1][1].started if at + 1 < len(known) else math.inf
+        own = (record for record in records if record.fingerprint == entry.fingerprint)
+        made = [record for record in own if entry.started <= _created(record) < until]
+        if made:
+            record = max(made, key=_created)
+            end(attempt, Ending("FINISHED", _created(record), "", published(stage, record)))
         else:
-            seen = attempt.events if attempt.events.exists() else _file(attempt)
+            seen = attempt.events if attempt.events.exists() else _begun(attempt)
             told = read_json(attempt.path / "error.json", "message")
             why = str(told["message"]) if told else "the orchestrator ended before the stage did"
             end(attempt, Ending("FAILED" if told else "KILLED", seen.stat().st_mtime, why))
@@ -91,7 +99,7 @@ def end_dead(stage: StageDir) -> None:
 
 def published(stage: StageDir, record: Record) -> Published:
     digests = {name: str(listed["sha256"]) for name, listed in record.files.items()}
-    return Published(record.id, record.step, record.metrics, str(stage.checkpoint), digests)
+    return Published(record.id, record.step, record.metrics, str(stage.at(record.id).checkpoint), digests)
 
 
 def entries(stage: StageDir) -> list[tuple[Attempt, Entry]]:
@@ -113,13 +121,25 @@ def curves(stage: StageDir) -> Iterable[list[tuple[Attempt, Entry]]]:
     return by_curve.values()
 
 
+def _created(record: Record) -> float:
+    return datetime.fromisoformat(record.created).timestamp()
+
+
 def _file(attempt: Attempt) -> Path:
     return attempt.path / "tracking.json"
 
 
+def _begun(attempt: Attempt) -> Path:
+    return attempt.path / "begun.json"
+
+
 def _read(attempt: Attempt) -> Entry | None:
-    """None where the attempt was not tracked, or its entry was damaged since: no training stops for that."""
-    data = read_json(_file(attempt), "parents", "ended")
+    """None where the attempt was not tracked, or both files were damaged since: no training stops for that."""
+    return next((entry for path in (_file(attempt), _begun(attempt)) if (entry := _parse(path))), None)
+
+
+def _parse(path: Path) -> Entry | None:
+    data = read_json(path, "parents", "ended")
     if data is None:
         return None
     try:

@@ -209,3 +209,28 @@ def test_two_processes_may_set_the_database_up_at_once(tmp_path):
     for process in both:
         _, errors = process.communicate(timeout=120)
         assert process.returncode == 0, errors
+
+
+@pytest.mark.parametrize("content", ["", '{"stage": "a", "parents"', None])
+@pytest.mark.parametrize("told", [True, False])
+def test_a_damaged_entry_loses_no_step_and_begins_no_second_curve(tracked, empty_store, content, told):
+    """Of a finished stage and of one that goes on; `told`: before it was damaged."""
+    stages = {"a": toy.sft(steps=3), "b": toy.sft("stage:a", steps=6, task="faulty")}
+    wanted = toy.pipeline(stages, knobs={"faulty": {"crash_at": 5}}, **ON)
+    assert "b" in toy.run(wanted).failed
+    if not told:
+        shutil.copy(empty_store, tracked / "mlflow.db")
+        run = toy.stage(wanted, "a").run_dir
+        run.write_info(tracking={**run.info["tracking"], "pending": True})
+    for name in stages:
+        [attempt] = toy.stage(wanted, name).attempts()
+        entry = attempt.path / "tracking.json"
+        if content is None:
+            entry.unlink()
+        else:
+            entry.write_text(content)
+    assert toy.run(wanted).failed == {}
+    store = Store(tracked)
+    assert (store.steps("a"), store.steps("b")) == ([1, 2, 3], [1, 2, 3, 4, 5, 6])
+    assert {store.run(stage).info.status for stage in (None, "a", "b")} == {"FINISHED"}
+    assert store.model("a").source_run_id == store.run("a").info.run_id
