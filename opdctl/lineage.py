@@ -6,8 +6,10 @@ of the workspace has the same, that one is the parent, wherever the folder was.
 """
 
 import json
+import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from opdctl.digests import model_of
@@ -184,3 +186,19 @@ def _replaced(stage: StageDir, record: Record) -> bool:
     """Has the stage that made it another checkpoint in force by now?"""
     current = StageDir(stage.path, stage.name).record()
     return current is not None and current.id != record.id and stage.pinned != ""
+
+
+def commit_of_code() -> str:
+    """Of opdctl itself, `-dirty` behind it where files are changed; empty for an installed copy."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    try:
+        subprocess.run([*git, "ls-files", "--error-unmatch", "__init__.py"], check=True, capture_output=True)
+        described = subprocess.run(
+            [*git, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return described.stdout.strip()

@@ -1,7 +1,6 @@
 """Carries a plan out: stages in parallel as far as the machine allows, each published once it is proven complete."""
 
 import signal
-import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -9,7 +8,6 @@ from datetime import UTC, datetime
 from getpass import getuser
 from hashlib import sha256
 from json import dumps
-from pathlib import Path
 from typing import Any
 
 import opdctl
@@ -18,6 +16,7 @@ from opdctl.backends.contract import StageResult
 from opdctl.errors import ConfigError, OpdctlError, StageFailed, StageRefused
 from opdctl.guards import Guards, Order
 from opdctl.launch import Launcher
+from opdctl.lineage import commit_of_code
 from opdctl.notify import Notifier
 from opdctl.plan import Decision, Plan, PlannedStage
 from opdctl.preflight import check_data
@@ -26,7 +25,7 @@ from opdctl.retry import Retries
 from opdctl.scheduler import Lease, Pool, Schedule
 from opdctl.settings import NotifyOn
 from opdctl.signals import Signals
-from opdctl.store import Parent, Record, StageDir, write_json
+from opdctl.store import Attempt, Parent, Record, StageDir, write_json
 from opdctl.supervisor import RUN_AGAIN, Supervisor, Worker, judge, log_tail, tell_failure
 from opdctl.tracking import Started, Status, Tracking, open_tracking
 
@@ -70,12 +69,17 @@ class _Execution:
         context["workspace"] = str(self._run.workspace.path)
         self._notifier = Notifier(self._pipeline.settings.notify, context)
         self._halted: dict[str, Order] = {}  # stage -> why its worker was told to end
-        self._paused: list[str] = []
+        self._paused = self._closed = False  # a stage was paused; nothing more is started
         self._deadlines: dict[str, float] = {}  # halted stage -> when its worker is killed
         self._again: dict[str, float] = {}  # failed stage -> when it is tried again
         self._restarted: dict[str, int] = {}  # resumed stage -> the step, too low, that it reported
         self._heeded = 0  # signals acted on
-        self._check()
+        try:
+            self._check()
+        except StageRefused as error:
+            self._notifier.tell("refused", "", str(error))
+            self._tell_unsent()
+            raise
         self._tracking = self._open()
 
     # ------------------------------------------------------------------ before anything starts
@@ -135,11 +139,15 @@ class _Execution:
         finally:
             left = self._tracking.close(status, wait_s=DRAIN_S, give_up=lambda: self._signals.count > 1)
             self._notifier.tell(ENDS[status], "", self._outcome.summary())
-            unsent = self._notifier.close()
-        for text in (*self._tracking.complaints(), left, *unsent):
+            self._tell_unsent()
+        for text in (*self._tracking.complaints(), left):
             if text:
                 self._reporter.message(text)
-        return replace(self._outcome, interrupted=self._interrupted or bool(self._paused))
+        return replace(self._outcome, interrupted=self._interrupted or self._paused)
+
+    def _tell_unsent(self) -> None:
+        for text in self._notifier.close():
+            self._reporter.message(text)
 
     @property
     def _interrupted(self) -> bool:
@@ -160,7 +168,8 @@ class _Execution:
                 self._start(self._work[name], lease, supervisor)
         if not supervisor.workers:
             assert not self._schedule.ready(), "a stage needs more than the whole machine"
-            time.sleep(POLL_S if self._again else 0)
+            if self._again:
+                time.sleep(POLL_S)
             return bool(self._again)
         ended = supervisor.wait(POLL_S)
         for worker in (*ended, *supervisor.workers.values()):
@@ -180,26 +189,34 @@ class _Execution:
     def _stop(self, supervisor: Supervisor) -> None:
         """Nothing new starts; workers save at the first request and die at the second."""
         self._heeded = self._signals.count
-        for name in (*self._schedule.clear(), *self._again):
-            self._outcome.not_run[name] = "interrupted"
-        self._again.clear()
+        self._close("interrupted")
         if self._heeded > 1:
             supervisor.kill()
         elif supervisor.workers:
             self._reporter.message("stopping: running stages finish their step and save; once more to stop at once")
             supervisor.stop()
 
+    def _close(self, why: str) -> list[str]:
+        """Nothing more is started; what would have been."""
+        self._closed = True
+        dropped = [*self._schedule.clear(), *self._again]
+        self._again.clear()
+        self._outcome.not_run.update(dict.fromkeys(dropped, why))
+        return dropped
+
     def _obey(self, orders: Sequence[Order], supervisor: Supervisor) -> None:
-        """What the guards order; the first order to end a worker is the reason that is told."""
+        """What the guards order."""
         for order in orders:
             worker = supervisor.workers.get(order.stage)
             if order.action == "tell":
                 self._reporter.warned(order.stage, order.text)
-            elif order.stage not in self._halted and (worker is not None or order.void):
+            elif not order.stage:
+                self._paused |= bool(self._close(order.text))
+            elif order.outranks(self._halted.get(order.stage)) and (worker is not None or order.void):
                 self._halted[order.stage] = order
                 if worker is not None:
                     worker.send(signal.SIGTERM)
-                    self._deadlines[order.stage] = time.monotonic() + PATIENCE_S + order.extra_s
+                    self._deadlines.setdefault(order.stage, time.monotonic() + PATIENCE_S + order.extra_s)
         for name, at in list(self._deadlines.items()):
             if at <= time.monotonic():  # it hangs
                 del self._deadlines[name]
@@ -210,6 +227,7 @@ class _Execution:
 
     def _start(self, item: PlannedStage, lease: Lease, supervisor: Supervisor) -> None:
         stage, resumed = self._run.stage(item.stage.name), item.decision is Decision.RESUME
+        attempt: Attempt | None = None
         try:
             parents = self._parents[item.stage.name] = self._launcher.parents(item)
             stage.begin(item.identity, parents, resume=resumed)
@@ -219,13 +237,16 @@ class _Execution:
             supervisor.start(item.stage.name, self._launcher.backend(item), str(stage.spec), attempt)
         except OpdctlError as error:
             self._pool.give_back(self._leases.pop(item.stage.name))
-            if self._signals.count > 1:  # `abandon` took the fork server away
+            given_up = self._signals.count > 1  # `abandon` took the fork server away
+            if attempt is not None:
+                self._tracking.ended(stage, attempt, "KILLED" if given_up else "FAILED", str(error), None)
+            if given_up:
                 self._outcome.not_run[item.stage.name] = "interrupted"
             else:
                 self._fail(item, error, "")
         else:
-            self._guards.started(item, attempt)
             self._reporter.started(item.stage.name, attempt.number)
+            self._obey(self._guards.started(item, attempt), supervisor)
 
     def _check_resumed(self, item: PlannedStage, worker: Worker, step: int) -> None:
         """State that was there and is not found must not become a silent start from nothing."""
@@ -283,7 +304,7 @@ class _Execution:
         name, stage = worker.stage, self._run.stage(worker.stage)
         told = f"{order.text}; paused, saved at step {stage.state_step() or 0}"
         self._tracking.ended(stage, worker.attempt, "KILLED", told, None)
-        self._paused.append(name)
+        self._paused = True
         self._outcome.not_run[name] = f"paused: {order.text}"
         self._outcome.not_run.update(dict.fromkeys(self._schedule.failed(name), f"{name} is paused"))
         self._reporter.paused(name, f"{told}; {order.hint}")
@@ -292,13 +313,14 @@ class _Execution:
     def _try_again(self, item: PlannedStage, worker: Worker, error: OpdctlError) -> bool:
         """Is the failure one that may pass? Then the stage goes on from its last save, a little later."""
         settings, name = item.stage.settings.retry, item.stage.name
-        if self._interrupted or settings is None:
+        stage = self._run.stage(name)
+        resumed = stage.unfinished() is not None
+        vanished = item.decision is Decision.RESUME and not resumed  # no silent start from nothing
+        if self._interrupted or self._closed or vanished or settings is None:
             return False
         again = self._retries.next(name, settings, worker.exit_code())
         if again is None:
             return False
-        stage = self._run.stage(name)
-        resumed = stage.unfinished() is not None
         self._work[name] = replace(
             item,
             decision=Decision.RESUME if resumed else Decision.RUN,
@@ -314,7 +336,7 @@ class _Execution:
             told = f"gate of {stage}: {gate.text}"
             if gate.action == "stop":
                 self._outcome.failed.setdefault(stage, f"{told}{gate.known}")
-                self._outcome.not_run.update(dict.fromkeys(self._schedule.clear(), told))
+                self._close(told)
                 self._reporter.failed(stage, f"{told}{gate.known}; nothing more is started", "")
                 self._notifier.tell("failed", stage, self._outcome.failed[stage])
                 continue
@@ -372,19 +394,3 @@ def digest(value: Any) -> str:
 
 def now() -> str:
     return datetime.now(UTC).isoformat()
-
-
-def commit_of_code() -> str:
-    """Of opdctl itself, `-dirty` behind it where files are changed; empty for an installed copy."""
-    git = ["git", "-C", str(Path(opdctl.__file__).parent)]
-    try:
-        subprocess.run([*git, "ls-files", "--error-unmatch", "__init__.py"], check=True, capture_output=True)
-        described = subprocess.run(
-            [*git, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
-            check=True,
-            capture_output=True,
-            text=True,
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return ""
-    return described.stdout.strip()

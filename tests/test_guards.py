@@ -1,5 +1,6 @@
 """Guards around real workers: warned of, paused, stopped, and ended where they hang."""
 
+import errno
 import json
 import os
 import time
@@ -10,6 +11,7 @@ import toy
 from opdctl import runner
 from opdctl.backends.contract import Event
 from opdctl.backends.events import EventTail, EventWriter
+from opdctl.errors import StageRefused
 from opdctl.guards import Guards
 from opdctl.plan import make_plan
 from opdctl.store import StageDir, Workspace
@@ -114,6 +116,22 @@ def test_weights_of_a_stage_that_was_to_be_stopped_are_not_published_although_it
     assert toy.stage(wanted, "sft").record() is None
 
 
+def test_a_run_again_does_not_publish_what_was_stopped_at_the_last_step_unless_the_rule_only_warns(tmp_path):
+    wanted = watched(tmp_path, {"plain": {"nan_from": 12}})
+    toy.run(wanted)
+    assert toy.stage(wanted, "sft").state_step() == 12  # no step is left that would tell
+    assert "not_finite at step 12" in toy.run(wanted).failed["sft"]
+    assert toy.stage(wanted, "sft").record() is None
+    milder = watched(tmp_path, {"plain": {"nan_from": 12}}, not_finite={"action": "warn"})
+    assert toy.run(milder).done == ["sft"]
+
+
+def test_a_stage_that_is_being_paused_and_then_is_to_be_stopped_has_failed(tmp_path):
+    knobs = {"plain": {"sleep_ms": 30, "still_from": 5, "nan_from": 6}}
+    outcome = toy.run(watched(tmp_path, knobs, zero_gradient={"steps": 1, "action": "pause"}))
+    assert "not_finite at step 6" in outcome.failed["sft"]
+
+
 def test_a_stage_that_got_to_the_end_before_it_was_paused_is_done(tmp_path):
     wanted = watched(tmp_path, {"plain": {"still_from": 12}}, zero_gradient={"steps": 1, "action": "pause"})
     assert toy.run(wanted).done == ["sft"]
@@ -166,6 +184,59 @@ def test_a_full_disk_pauses_what_runs(tmp_path):
     outcome = toy.run(wanted)
     assert "disk.reserve_gib" in outcome.not_run["sft"]
     assert outcome.failed == {}
+
+
+def test_nothing_more_is_started_on_a_full_disk(tmp_path):
+    wanted = toy.pipeline(
+        {"sft": toy.sft(steps=100), "other": toy.sft(seed=1)},
+        knobs={"plain": {"sleep_ms": 30}},
+        folder=tmp_path,
+        machine={"slots": 1, "cpus": 1},
+        disk={"reserve_gib": 1e9, "forecast": "off"},
+    )
+    outcome = toy.run(wanted)
+    assert outcome.interrupted
+    assert "nothing more is started" in outcome.not_run["other"]
+    assert toy.stage(wanted, "other").attempts() == []
+
+
+def test_a_disk_that_cannot_be_asked_ends_nothing(tmp_path, monkeypatch):
+    def unanswered(path):
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr("opdctl.guards.shutil.disk_usage", unanswered)
+    wanted = toy.pipeline({"sft": toy.sft()}, folder=tmp_path, disk={"forecast": "off"})
+    assert toy.run(wanted).done == ["sft"]
+
+
+def test_time_in_which_nobody_watched_is_no_silence_of_a_stage(tmp_path, monkeypatch):
+    monkeypatch.setattr("opdctl.guards.GAP_S", 0.1)
+    wanted = watched(tmp_path, {"plain": {}}, no_progress={"least_s": 0.5, "start_s": 0.5})
+    plan = make_plan(wanted, Workspace(tmp_path).run("r"))
+    guards, [item] = Guards(plan), plan.stages
+    guards.started(item, plan.run.stage("sft").new_attempt())
+    assert guards.turn() == []
+    time.sleep(0.7)  # this process was stopped
+    assert guards.turn() == []
+    deadline = time.monotonic() + 5
+    while not (orders := guards.turn()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert "no event for" in orders[0].text
+
+
+def test_who_asked_is_told_of_a_refusal_before_anything_starts(tmp_path):
+    file = tmp_path / "told.json"
+    wanted = toy.pipeline(
+        {"sft": toy.sft()},
+        folder=tmp_path,
+        disk={"reserve_gib": 1e9},
+        notify={"command": ["sh", "-c", f"cat >> {file}"]},
+    )
+    with pytest.raises(StageRefused):
+        toy.run(wanted)
+    told = json.loads(file.read_text())
+    assert (told["event"], told["stage"]) == ("refused", "")
+    assert "disk.reserve_gib" in told["message"]
 
 
 def test_who_asked_is_told_of_a_pause_a_failure_and_the_end(tmp_path):
@@ -232,7 +303,7 @@ def test_a_resumed_attempt_is_told_the_events_of_its_curve_each_step_once(tmp_pa
 
 def test_without_earlier_events_there_is_nothing_to_tell(tmp_path):
     stage = StageDir(tmp_path / "runs" / "r" / "stages" / "sft", "sft")
-    assert earlier_events(stage, stage.new_attempt(), resume_step=3) == []
+    assert list(earlier_events(stage, stage.new_attempt(), resume_step=3)) == []
 
 
 def test_alarms_are_read_back_of_the_attempts_of_the_curve_and_damaged_lines_passed_over(tmp_path):

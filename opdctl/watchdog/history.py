@@ -1,6 +1,7 @@
 """What is on disk of a stage's attempts: their events, and the alarms that were told."""
 
 import json
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -26,25 +27,34 @@ def alarms_of(stage: StageDir) -> list[tuple[int, Alarm]]:
     return [(attempt.number, alarm) for attempt in _curve(attempts) for alarm in _read(attempt.alarms)]
 
 
-def earlier_events(stage: StageDir, attempt: Attempt, resume_step: int | None) -> list[Event]:
+def earlier_events(stage: StageDir, attempt: Attempt, resume_step: int | None) -> Iterator[Event]:
     """The steps that a resumed attempt goes on from; what a later attempt says of a step is what counts."""
-    steps: dict[int, Event] = {}
-    for before in _curve([one for one in stage.attempts() if one.number < attempt.number]):
-        steps.update({event.step: event for event in _steps(before)})
-    return [steps[step] for step in sorted(steps) if resume_step is None or step <= resume_step]
+    until = math.inf if resume_step is None else resume_step
+    parts: list[tuple[Attempt, float]] = []
+    for before in reversed(_curve([one for one in stage.attempts() if one.number < attempt.number])):
+        parts.append((before, until))
+        until = min(until, _first_step(before) - 1)
+    for before, until in reversed(parts):
+        yield from (event for event in _steps(before) if event.step <= until)
 
 
 def _curve(attempts: list[Attempt]) -> list[Attempt]:
     """The last attempt that began at the first step, and those after it."""
-    begun = {one.number: first.step for one in attempts if (first := next(_steps(one), None)) is not None}
+    begun = {one.number: step for one in attempts if (step := _first_step(one)) < math.inf}
     if not begun:
         return attempts[-1:]
     start = max(number for number, step in begun.items() if step == min(begun.values()))
     return [one for one in attempts if one.number >= start]
 
 
+def _first_step(attempt: Attempt) -> float:
+    """Infinite where there is none."""
+    return next((event.step for event in _steps(attempt)), math.inf)
+
+
 def _steps(attempt: Attempt) -> Iterator[Event]:
-    return (event for event in EventTail(attempt.events).read() if event.phase == "train")
+    """Read in pieces: a long stage's events are as large as its model."""
+    return (event for part in EventTail(attempt.events).parts() for event in part if event.phase == "train")
 
 
 def _read(path: Path) -> Iterator[Alarm]:

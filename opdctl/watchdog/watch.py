@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 from opdctl.backends.contract import Event
@@ -74,6 +74,11 @@ class Watch:
         self._well.clear()
         self._pace.clear()
         self._seen_at, self._saved_step = None, self._step
+
+    def still(self, alarm: Alarm) -> Alarm | None:
+        """An alarm of an earlier attempt as it would be told now; None where its rule is off."""
+        rule = self._rules.get(alarm.rule)
+        return None if rule is None else replace(alarm, action=rule.action)
 
     def saved(self, step: int | None, now: float) -> list[Alarm]:
         """What the disk was found to hold: the recovery state of this step, or none. `now` as of `tick`."""
