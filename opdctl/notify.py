@@ -12,9 +12,10 @@ import queue
 import signal
 import subprocess
 import threading
+import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from http.client import HTTPException
 from typing import Any
@@ -32,6 +33,9 @@ class Notifier:
         self._queue: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._complaints: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._told = self._sent = 0  # each is counted by one thread
+        self._given_up = threading.Event()
+        self._running = threading.Lock()  # held while `_process` is set, or ended
+        self._process: subprocess.Popen[bytes] | None = None
         self._thread = threading.Thread(target=self._work, name="notify", daemon=True)
 
     def tell(self, what: NotifyOn, stage: str, message: str) -> None:
@@ -46,11 +50,17 @@ class Notifier:
         if self._thread.ident is None:
             self._thread.start()
 
-    def close(self) -> list[str]:
-        """Waits, at most a second more than `timeout_s`, until all is sent; what could not be sent, a line each."""
+    def close(self, give_up: Callable[[], bool] = lambda: False) -> list[str]:
+        """Waits, at most a second more than `timeout_s` and not once `give_up`, until all is sent; what could not be
+        sent, a line each. Nothing that was started is left running."""
         if self._thread.ident is not None:
             self._queue.put(None)
-            self._thread.join(self._settings.timeout_s + 1.0)
+            deadline = time.monotonic() + self._settings.timeout_s + 1.0
+            while self._thread.is_alive() and time.monotonic() < deadline and not give_up():
+                self._thread.join(0.1)
+            self._given_up.set()
+            with self._running:
+                self._end()
         complaints: list[str] = []
         while not self._complaints.empty():
             complaints.append(self._complaints.get())
@@ -61,7 +71,7 @@ class Notifier:
     # ------------------------------------------------------------------ the thread's side
 
     def _work(self) -> None:
-        while (document := self._queue.get()) is not None:
+        while (document := self._queue.get()) is not None and not self._given_up.is_set():
             for name, given, send in (
                 ("command", self._settings.command, self._run),
                 ("webhook", self._settings.webhook, self._post),
@@ -73,24 +83,36 @@ class Notifier:
     def _run(self, document: bytes) -> str:
         """What went wrong, else empty."""
         limit = self._settings.timeout_s
-        try:
-            process = subprocess.Popen(
-                reveal(self._settings.command),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,  # so that its children can be ended with it
-            )
-        except (OSError, ValueError, ConfigError) as error:
-            return f"could not be started: {error}"
+        with self._running:
+            if self._given_up.is_set():
+                return ""
+            try:
+                process = self._process = subprocess.Popen(
+                    reveal(self._settings.command),
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    start_new_session=True,  # so that its children can be ended with it
+                )
+            except (OSError, ValueError, ConfigError) as error:
+                return f"could not be started: {error}"
         try:
             process.communicate(document, timeout=limit)
         except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            with self._running:
+                self._end()
             process.wait()
             return f"did not end within {limit:g} s (notify.timeout_s) and was killed"
+        finally:
+            with self._running:
+                self._process = None
         return f"ended with exit code {process.returncode}" if process.returncode else ""
+
+    def _end(self) -> None:
+        """The command that is running, and what it started."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
 
     def _post(self, document: bytes) -> str:
         settings = self._settings

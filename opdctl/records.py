@@ -59,9 +59,21 @@ def record_of(data: Any) -> Record | str:
         record = Record(**(data | {"parents": [Parent(**parent) for parent in data["parents"]]}))
         for listed in record.files.values():
             int(listed["size"])
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         return str(error)
+    for what, fields in _HOLD.items():
+        if wrong := [name for name in fields if not isinstance(getattr(record, name), what)]:
+            return f"{wrong[0]} holds something else"
     return record
+
+
+# of a record's fields; parents and files are looked at one by one
+_HOLD: Mapping[type, tuple[str, ...]] = {
+    str: ("id", "run", "stage", "kind", "fingerprint", "created", "opdctl_version", "code"),
+    int: ("step",),
+    dict: ("identity", "metrics", "labels"),
+    list: ("argv", "accepted"),
+}
 
 
 def parse_record(folder: Path) -> Record | str:
@@ -70,7 +82,7 @@ def parse_record(folder: Path) -> Record | str:
         found = record_of(json.loads((folder / RECORD).read_text()))
     except FileNotFoundError:
         return f"{folder / RECORD} is missing"
-    except (ValueError, OSError) as error:
+    except (ValueError, RecursionError, OSError) as error:
         found = str(error)
     return found if isinstance(found, Record) else f"record unreadable: {folder / RECORD}: {found}"
 
@@ -145,7 +157,7 @@ def read_json(path: Path, *keys: str) -> dict[str, Any] | None:
     """None where there is no file, or none that holds a JSON object with these keys: it was damaged then."""
     try:
         found = json.loads(path.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) and found.keys() >= set(keys) else None
 

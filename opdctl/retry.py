@@ -6,6 +6,8 @@ from opdctl import processes
 from opdctl.settings import Retry
 from opdctl.supervisor import EXIT_DIED
 
+LONGEST_S = 86400.0
+
 
 @dataclass(frozen=True)
 class Again:
@@ -26,7 +28,7 @@ class Retries:
         if made >= settings.attempts or not _transient(code, settings):
             return None
         self._made[stage] = made + 1
-        return Again(settings.wait_s * settings.factor**made, made + 1, settings.attempts)
+        return Again(min(settings.wait_s * settings.factor**made, LONGEST_S), made + 1, settings.attempts)
 
 
 def _transient(code: int | None, settings: Retry) -> bool:

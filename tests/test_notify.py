@@ -157,6 +157,20 @@ def test_what_cannot_be_sent_is_a_complaint(given, complaint):
     assert found.startswith(complaint)
 
 
+@pytest.mark.parametrize("timeout_s", [0.5, 60.0])
+def test_a_command_is_not_left_behind_when_the_time_is_up_or_given_up(tmp_path, timeout_s):
+    pids = tmp_path / "pids"
+    told = notifier(command=["sh", "-c", f"trap '' TERM; echo $$ >> {pids}; sleep 60"], timeout_s=timeout_s)
+    for _ in range(9):
+        told.tell("failed", "sft", "")
+    given_up = timeout_s > 1.0
+    said = told.close(give_up=lambda: given_up and pids.exists() and pids.stat().st_size > 0)
+    assert "of 9 messages were not sent in time" in said[-1]
+    told._thread.join(5.0)
+    assert not told._thread.is_alive()
+    assert not [pid for pid in pids.read_text().split() if Path(f"/proc/{pid}").exists()]
+
+
 def test_who_asks_for_nothing_starts_nothing():
     told = notifier()
     told.tell("failed", "sft", "")

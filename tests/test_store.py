@@ -192,7 +192,7 @@ def test_runs_are_listed_newest_first(workspace):
     assert [run.name for run in Workspace(workspace).runs()] == ["a", "b", "c"]
 
 
-@pytest.mark.parametrize("content", [b"3", b"[1]", b"{}", b"\xff\x00", b'{"pid": 1', b"null"])
+@pytest.mark.parametrize("content", [b"3", b"[1]", b"{}", b"\xff\x00", b'{"pid": 1', b"null", b"[" * 100_000])
 def test_files_damaged_on_the_disk_say_nothing_and_crash_nothing(run, stage, content):
     begin(stage, {"seed": 1})
     attempt = stage.new_attempt()

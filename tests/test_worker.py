@@ -1,4 +1,5 @@
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -36,6 +37,18 @@ def test_a_tail_passes_over_lines_that_were_damaged_on_the_disk(tmp_path):
     writer.write(Event(1, 2, {"loss": 1.0}))
     with path.open("ab") as stream:
         stream.write(b'\xff\x00\x85\n3\n[]\n{}\n\n{"step": "a", "total": 2, "metrics": {}}\n{"step": 1, "to\n')
+        for odd in (
+            {"step": "1"},
+            {"step": 1.5},
+            {"step": 10**400},
+            {"step": True},
+            {"total": None},
+            {"total": -(10**30)},
+        ):
+            stream.write(json.dumps({"step": 1, "total": 2, "metrics": {}} | odd).encode() + b"\n")
+        for odd in ({"metrics": [["loss", 1]]}, {"metrics": None}, {"phase": None}, {"time": "1"}, {"time": math.nan}):
+            stream.write(json.dumps({"step": 1, "total": 2, "metrics": {}} | odd).encode() + b"\n")
+        stream.write(b"[" * 100_000 + b"\n")
     writer.write(Event(2, 2, {"loss": 0.5}))
     assert [event.step for event in EventTail(path).read()] == [1, 2]
 

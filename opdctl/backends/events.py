@@ -10,6 +10,7 @@ from typing import Any
 from opdctl.backends.contract import Event
 
 PART = 1 << 20  # bytes that are read at once
+LARGEST = 1 << 63  # above every step and time that there is
 
 
 class EventWriter:
@@ -65,7 +66,13 @@ def _plain(value: Any) -> Any:
 def _event(line: bytes) -> Event | None:
     try:
         found = Event(**json.loads(line))
-        float(found.step), float(found.total), float(found.time), dict(found.metrics)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         return None
-    return found
+    return found if _whole(found) else None
+
+
+def _whole(event: Event) -> bool:
+    """Is it what a worker writes? Metrics may be anything: what looks at them says which numbers it takes."""
+    steps = all(type(one) is int and abs(one) < LARGEST for one in (event.step, event.total))
+    known = type(event.time) in (int, float) and abs(event.time) < LARGEST  # NaN is not
+    return steps and known and isinstance(event.metrics, dict) and isinstance(event.phase, str)

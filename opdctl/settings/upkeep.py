@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from opdctl.fields import Count, NonNegative, Positive, Settings
+from opdctl.fields import Count, NonNegative, Settings
 from opdctl.secrets import reveal
 
 _TOLD = {0: "no failure", 1: "an error that was told", 2: "a configuration error", 75: "a stop that was asked for"}
@@ -13,9 +13,9 @@ _TOLD = {0: "no failure", 1: "an error that was told", 2: "a configuration error
 class Retry(Settings):
     """Of a stage whose worker died of something that may pass; never of one that was refused or told what is wrong."""
 
-    attempts: Annotated[int, Field(ge=0)] = 2  # further ones, of one `opdctl run`
-    wait_s: NonNegative = 5.0  # before the first of them
-    factor: Annotated[float, Field(ge=1)] = 3.0  # each waits this many times longer than the one before
+    attempts: Annotated[int, Field(ge=0, le=100)] = 2  # further ones, of one `opdctl run`
+    wait_s: Annotated[float, Field(ge=0, le=86400)] = 5.0  # before the first of them
+    factor: Annotated[float, Field(ge=1, le=100)] = 3.0  # each waits this many times longer, but no more than a day
     # of a worker, that count as transient beside death by a signal; 3: any error that opdctl does not foresee
     exit_codes: list[int] = []
 
@@ -51,7 +51,7 @@ class Notify(Settings):
     webhook: str | None = None  # http(s); a header with a secret comes from the environment: `webhook_token_env`
     webhook_token_env: str | None = None  # name of the variable whose value is sent as a bearer token
     on: list[NotifyOn] = ["failed", "stopped", "finished", "refused"]
-    timeout_s: Positive = 10.0
+    timeout_s: Annotated[float, Field(gt=0, le=3600)] = 10.0
 
     @model_validator(mode="after")
     def _reachable(self) -> "Notify":
