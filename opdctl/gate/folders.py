@@ -19,7 +19,9 @@ from opdctl.settings import NewModel
 TOKENIZER = "tokenizer.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 OUTPUT, EMBEDDINGS = "lm_head.weight", "embed_tokens.weight"
-CUTS = ("normalizer", "pre_tokenizer")  # and the merges of BPE: how a text is cut into words
+CUTS = ("normalizer", "pre_tokenizer")  # and merges, scores and added tokens: how a text is cut into words
+LATER = {"use_regex": True}  # of ByteLevel: a key that files did not always have, and what its absence means
+WITHIN = ("su", "longrope", "llama3")  # ropes whose max_position_embeddings is the stretched length already
 NAMED = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
@@ -76,8 +78,11 @@ class Files:
 
     @cached_property
     def named(self) -> Mapping[str, str]:
-        """bos_token, eos_token, ... -> the token."""
-        given = {name: self.tokenizer_config.get(name) for name in NAMED}
+        """bos_token, eos_token, ... -> the token; as transformers does, by special_tokens_map.json in older folders."""
+        told = self.tokenizer_config
+        if "added_tokens_decoder" not in told:
+            told = {**told, **(read_json(self.folder / "special_tokens_map.json") or {})}
+        given = {name: told.get(name) for name in NAMED}
         plain = {name: token.get("content") if isinstance(token, dict) else token for name, token in given.items()}
         return {name: str(token) for name, token in plain.items() if token}
 
@@ -120,18 +125,22 @@ class Files:
         return self.tensors[found].shape[0] if found is not None else None
 
     def positions(self, *, scaled: bool) -> int | None:
-        """Tokens that a sequence may have; `scaled`: as vLLM stretches them (yarn and its like). None: not said."""
+        """Tokens that a sequence may have; `scaled`: as vLLM stretches them (0.28.0, `_get_and_verify_max_len` of its
+        config/model.py). None: not said."""
         limit = self.config.get("max_position_embeddings") or self.config.get("n_positions")
-        rope = self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
-        if limit is None or not scaled or "factor" not in rope or rope.get("rope_type") in ("llama3", "longrope"):
+        if limit is None or not scaled or "gemma3" in str(self.config.get("model_type")):
             return int(limit) if limit is not None else None
-        original = rope.get("original_max_position_embeddings") or limit
-        return max(int(limit), int(original * rope["factor"]))
+        rope = self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
+        kind = rope.get("rope_type") or rope.get("type")
+        if kind in WITHIN or not rope.get("factor"):
+            return int(limit)
+        start = rope.get("original_max_position_embeddings") if kind == "yarn" else None
+        return int((start or limit) * rope["factor"])
 
     @cached_property
     def weight_files(self) -> list[Path]:
-        """Those that hold the weights, safetensors alone."""
-        index = read_json(self.folder / INDEX, "weight_map")
+        """Those that hold the weights, safetensors alone; of a folder with both, the one file, as engines read it."""
+        index = None if (self.folder / WEIGHTS).is_file() else read_json(self.folder / INDEX, "weight_map")
         names = sorted(set(index["weight_map"].values())) if index is not None else [WEIGHTS]
         return [self.folder / name for name in names if (self.folder / name).is_file()]
 
@@ -192,8 +201,21 @@ def _read(tokenizer: Mapping[str, Any]) -> Vocabulary | None:
     for number, word in by_id.items():
         words[number] = word
     special = {str(token["content"]): int(token["id"]) for token in added if token.get("special")}
-    cuts = json.dumps([model.get("merges"), *(tokenizer.get(part) for part in CUTS)], sort_keys=True)
+    scores = listed if isinstance(listed, list) else None
+    whole = sorted(str(token["content"]) for token in added if not token.get("special"))
+    merges = [pair.split(" ") if isinstance(pair, str) else pair for pair in model.get("merges") or []]
+    cuts = json.dumps([merges, scores, whole, *(_spelt_out(tokenizer.get(part)) for part in CUTS)], sort_keys=True)
     return Vocabulary(words, special, hashlib.sha256(cuts.encode()).hexdigest())
+
+
+def _spelt_out(part: Any) -> Any:
+    """As tokenizers of today writes it: a file that was only saved again is no other one."""
+    if isinstance(part, list):
+        return [_spelt_out(one) for one in part]
+    if not isinstance(part, dict):
+        return part
+    later = LATER if part.get("type") == "ByteLevel" else {}
+    return later | {key: _spelt_out(value) for key, value in part.items()}
 
 
 def _head(file: Path) -> dict[str, Tensor]:

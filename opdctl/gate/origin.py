@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from opdctl.gate.folders import EMBEDDINGS, OUTPUT, Files, Tensor
 from opdctl.gate.pairs import Pair, Party
-from opdctl.records import RECORD, Record, read_json, read_record, sha256
+from opdctl.records import Record, read_record
 from opdctl.store import Workspace
 from opdctl.verdicts import Outcome, Verdict
 
@@ -22,18 +22,20 @@ if TYPE_CHECKING:
 HANDED_ON = ("init", "student", "base", "models", "model")  # roles whose weights a stage begins with, or publishes
 SAMPLED = 8  # tensors
 VALUES = 65_536  # of each
+CHUNK = 1 << 22  # bytes
 # Cosine of the weights of two models of one shape; the idea is HuRef's, arXiv:2312.04828. Measured on the packaged
 # recipes at laptop scale: 0.998 to 1.000 between offspring of one checkpoint (relative distance up to 0.05), within
 # 0.003 of 0 between models initialised apart (1.41).
 RELATED = 0.5
 
 
-def check_origin(pair: Pair, workspace: Path, seed: int, *, alone: bool) -> Iterator[Verdict]:
+def check_origin(pair: Pair, workspace: Path, seed: int, *, alone: bool, idle: bool = False) -> Iterator[Verdict]:
     """`same_model` where one teaches the other or both are merged, and `origin`. Of models that are still to be made,
     only that they are the same one.
 
     `alone`: the stage has one teacher. A student may be named as one of several teachers (MiMo-V2-Flash,
-    arXiv:2601.02780, does so); one that is its only teacher, or stands behind another name, is a mistake.
+    arXiv:2601.02780, does so); one that is its only teacher, or stands behind another name, is a mistake. A stage that
+    trained it and changed nothing is told of where it is not expected: `idle`.
     """
     if not (pair.teaches or pair.merged):
         return
@@ -41,6 +43,12 @@ def check_origin(pair: Pair, workspace: Path, seed: int, *, alone: bool) -> Iter
     if same and pair.one and pair.teaches and not alone:
         told = "the student itself, named as one of its teachers: on its rows it is to stay as it is"
         yield Verdict("same_model", pair.subject, Outcome.GO, told)
+    elif same and pair.teaches and _trained(pair, Workspace(workspace), seed):
+        told = f"{same}: by the records one was trained from the other, and learned nothing"
+        remedy = (
+            "" if idle else "see that stage: rewards that never differ, or a learning rate of 0, leave weights alone"
+        )
+        yield Verdict("same_model", pair.subject, Outcome.GO if idle else Outcome.WARN, told, remedy)
     elif same:
         outcome = Outcome.REFUSE if pair.teaches else Outcome.WARN
         remedy = "name another checkpoint: a model has nothing to teach itself"
@@ -62,32 +70,42 @@ def check_origin(pair: Pair, workspace: Path, seed: int, *, alone: bool) -> Iter
 
 
 def _same(pair: Pair) -> str:
-    """Why the two are one model; empty where they are two. Whole files are hashed only where all samples agree."""
+    """Why the two are one model; empty where they are two."""
     if pair.one:
         return f"{pair.first.role} and {pair.second.role} are the same folder, {pair.first.given.path}"
-    first, second = pair.first, pair.second
-    if first.new or second.new or not (first.made and second.made) or not first.files.weight_files:
-        return ""
-    sizes = [[file.stat().st_size for file in party.files.weight_files] for party in (first, second)]
-    if sizes[0] != sizes[1] or not _samples_agree(first.files, second.files):
-        return ""
-    digests = [_digests(party.files) for party in (first, second)]
-    return f"the weights of both have sha256 {digests[0][0][:12]}" if digests[0] == digests[1] else ""
+    made = pair.first.made and pair.second.made
+    return "the weights of both are equal" if made and _equal(pair.first.files, pair.second.files) else ""
 
 
-def _digests(files: Files) -> list[str]:
-    """By the record where there is one; it is compared with the files before a stage reads them."""
-    listed = (read_json(files.folder / RECORD) or {}).get("files") or {}
-    return [str((listed.get(file.name) or {}).get("sha256") or sha256(file)) for file in files.weight_files]
-
-
-def _samples_agree(first: Files, second: Files) -> bool:
-    if first.tensors.keys() != second.tensors.keys():
+def _equal(first: Files, second: Files) -> bool:
+    """Of every tensor, in whatever files it is; read whole only where all samples agree."""
+    own, theirs = _untied(first), _untied(second)
+    if not own or own.keys() != theirs.keys():
         return False
-    for name in _chosen(first.tensors, second.tensors):
-        own, other = first.tensors[name], second.tensors[name]
-        if (own.dtype, own.shape) != (other.dtype, other.shape) or _bytes(own) != _bytes(other):
-            return False
+    if any(_bytes(own[name]) != _bytes(theirs[name]) for name in _chosen(own, theirs)):
+        return False
+    pairs = [(own[name], theirs[name]) for name in own]
+    return all((a.dtype, a.shape) == (b.dtype, b.shape) and _same_bytes(a, b) for a, b in pairs)
+
+
+def _untied(files: Files) -> Mapping[str, Tensor]:
+    """Without an output matrix that is the embeddings once more: some folders store it, and some do not."""
+    outputs = {name for name in files.tensors if name.endswith(OUTPUT)}
+    inputs = [one for name, one in files.tensors.items() if name.endswith(EMBEDDINGS)]
+    again = {name for name in outputs if any(_same_bytes(files.tensors[name], one) for one in inputs)}
+    return {name: one for name, one in files.tensors.items() if name not in again}
+
+
+def _same_bytes(first: Tensor, second: Tensor) -> bool:
+    if first.size != second.size:
+        return False
+    with first.file.open("rb") as own, second.file.open("rb") as other:
+        own.seek(first.start)
+        other.seek(second.start)
+        for at in range(0, first.size, CHUNK):
+            count = min(CHUNK, first.size - at)
+            if own.read(count) != other.read(count):
+                return False
     return True
 
 
@@ -125,6 +143,16 @@ def _ancestors(party: Party, workspace: Workspace, seed: int) -> dict[str, str]:
                 known = stage.record()
                 waiting += [known] if known is not None else []
     return found
+
+
+def _trained(pair: Pair, workspace: Workspace, seed: int) -> bool:
+    """Whether a record says that a stage made one of the two from the other. A copy has the record of its original."""
+    parties = (pair.first, pair.second)
+    records = [read_record(Path(party.given.path)) if party.given.path else "new" for party in parties]
+    first, second = (record if isinstance(record, str) else record.id for record in records)
+    if any(isinstance(record, str) for record in records) or first == second:
+        return False
+    return second in _ancestors(pair.first, workspace, seed) or first in _ancestors(pair.second, workspace, seed)
 
 
 # ------------------------------------------------------------------------------------------------------ by weights

@@ -4,7 +4,10 @@ import json
 
 import pytest
 from gate.models import WORDS, copy, distillation, edit, judged, opd_config, save, stage, verdict
+from tokenizers import Tokenizer
 
+from opdctl.engine.tokenizer import load_tokenizer
+from opdctl.gate.folders import Files
 from opdctl.verdicts import Outcome
 
 
@@ -77,7 +80,9 @@ def test_words_of_other_formats_are_read_too(folder, teacher):
         tokenizer["added_tokens"].append({"id": 7, "content": "e", "special": False})
 
     edit(teacher / "tokenizer.json", unigram)
-    assert against(folder, teacher, "vocabulary").outcome is Outcome.GO
+    found = against(folder, teacher, "vocabulary")
+    assert found.outcome is Outcome.WARN  # its scores cut texts otherwise
+    assert found.evidence.startswith("the same 8 words, but")
 
 
 def test_texts_cut_by_other_rules_are_warned_about(folder, teacher):
@@ -85,6 +90,44 @@ def test_texts_cut_by_other_rules_are_warned_about(folder, teacher):
     found = against(folder, teacher, "vocabulary")
     assert found.outcome is Outcome.WARN
     assert "cut into them by other rules" in found.evidence
+
+
+BPE = {
+    "model": {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2, "ba": 3}, "merges": ["a b", "b a"]},
+    "added_tokens": [{"id": 4, "content": "<x>", "special": False}],
+    "pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "ByteLevel", "add_prefix_space": False}]},
+}
+
+
+def cuts(tmp_path, **changed):
+    """What a folder with this BPE tokenizer says of how it cuts texts."""
+    (tmp_path / "tokenizer.json").write_text(json.dumps(BPE | changed))
+    return Files(tmp_path).vocabulary.cuts
+
+
+def test_a_tokenizer_that_was_only_saved_again_cuts_as_before(tmp_path):
+    """Older files write a merge as one text, and leave out what newer ones spell out."""
+    parts = {"trim_offsets": True, "add_prefix_space": False, "type": "ByteLevel"}
+    token = BPE["added_tokens"][0] | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    older = cuts(tmp_path, added_tokens=[token], pre_tokenizer=parts)
+    Tokenizer.from_file(str(tmp_path / "tokenizer.json")).save(str(tmp_path / "tokenizer.json"))
+    saved = json.loads((tmp_path / "tokenizer.json").read_text())
+    assert saved["model"]["merges"] == [["a", "b"], ["b", "a"]]
+    assert saved["pre_tokenizer"] == parts | {"use_regex": True}
+    assert Files(tmp_path).vocabulary.cuts == older
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"model": BPE["model"] | {"merges": ["b a", "a b"]}},
+        {"added_tokens": []},
+        {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "ByteLevel", "use_regex": False}]}},
+    ],
+    ids=["order of merges", "a whole word", "a rule within"],
+)
+def test_what_changes_the_cut_is_seen(tmp_path, changed):
+    assert cuts(tmp_path, **changed) != cuts(tmp_path)
 
 
 def test_a_tokenizer_of_another_format_is_left_to_its_library(folder, teacher):
@@ -176,6 +219,19 @@ def test_a_teacher_that_ends_at_more_ids_is_fine_and_one_that_ends_at_fewer_is_w
     found = verdict(distillation(folder, teacher, folder / "student"), "eos")
     assert found.outcome is Outcome.WARN
     assert "an answer that ends at 7 (e) is not over to it" in found.remedy
+
+
+@pytest.mark.parametrize("decoder", [None, {}])
+def test_the_end_of_an_older_folder_is_the_one_that_transformers_reads(teacher, decoder):
+    """From special_tokens_map.json, unless tokenizer_config.json has the tokens' table."""
+
+    def older(config):
+        config.pop("added_tokens_decoder", None)
+        config.update({"eos_token": "e"} if decoder is None else {"eos_token": "e", "added_tokens_decoder": decoder})
+
+    edit(teacher / "tokenizer_config.json", older)
+    edit(teacher / "special_tokens_map.json", lambda config: config.update(eos_token={"content": "d"}))
+    assert Files(teacher).named["eos_token"] == load_tokenizer(teacher).eos_token == ("d" if decoder is None else "e")
 
 
 def test_rollouts_of_verl_must_stop_at_every_end_of_the_student(folder, teacher):

@@ -3,6 +3,7 @@
 import pytest
 from gate.models import CHAIN, copy, distillation, edit, judged, opd_config, save, stage, verdict
 
+from opdctl.gate.folders import Files
 from opdctl.verdicts import Outcome
 
 
@@ -96,3 +97,25 @@ def test_every_model_of_an_evaluation_is_looked_at(folder):
         "needed": 28,
         "positions": 32,
     }
+
+
+@pytest.mark.parametrize(
+    ("rope", "positions"),
+    [
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 6}, 24),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 5}, 20),
+        ({"type": "linear", "factor": 2.0}, 48),
+        ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8}, 24),
+        ({"type": "su", "factor": 8.0}, 24),
+        ({"rope_type": "default"}, 24),
+    ],
+)
+def test_lengths_are_stretched_as_vllm_does_it(folder, tmp_path, rope, positions):
+    """By hand from its `_get_and_verify_max_len`, in which Gemma 3 says its whole length in the configuration."""
+    model = copy(folder / "teacher", "spare").rename(tmp_path / "model")
+    edit(model / "config.json", lambda config: config.pop("rope_parameters", None))
+    edit(model / "config.json", lambda config: config.update(rope_scaling=rope))
+    assert Files(model).positions(scaled=True) == positions
+    assert Files(model).positions(scaled=False) == 24
+    edit(model / "config.json", lambda config: config.update(model_type="gemma3_text"))
+    assert Files(model).positions(scaled=True) == 24

@@ -6,6 +6,7 @@ import pytest
 import torch
 from checkpoints import record
 from gate.models import CHAIN, WORDS, copy, distillation, judged, opd_config, save, stage, verdict
+from safetensors.torch import load_file, save_file
 
 from opdctl.gate.folders import Files
 from opdctl.gate.origin import nearness
@@ -19,6 +20,7 @@ def folder(tmp_path_factory):
     save(made / "base")
     save(made / "tuned", noise=0.3)
     save(made / "stranger", seed=1)
+    save(made / "tied", tie_word_embeddings=True)
     return made
 
 
@@ -35,14 +37,45 @@ def test_a_teacher_whose_path_points_at_the_student_is_refused(folder):
     assert "student and teacher are the same folder" in found.evidence
 
 
-def test_a_copy_of_the_student_under_another_name_is_refused_by_its_digest(folder, tmp_path):
+def test_a_copy_of_the_student_under_another_name_is_refused_by_its_weights(folder, tmp_path):
     twin = copy(folder / "base", "twin-source").rename(tmp_path / "twin")
     found = of(folder, twin, "same_model")
     assert found.outcome is Outcome.REFUSE
-    assert "the weights of both have sha256 " in found.evidence
+    assert found.evidence == "the weights of both are equal"
     several = distillation(folder, folder / "base", twin, folder / "tuned")
     assert verdict(several, "same_model", "base -> twin").outcome is Outcome.REFUSE
     assert verdict(several, "same_model", "base -> tuned").outcome is Outcome.GO
+
+
+def store(folder, of, change):
+    """A copy of a model, its tensors in two files with an index."""
+    made = copy(of, f"{folder.name}-source").rename(folder)
+    tensors = load_file(made / "model.safetensors")
+    change(tensors)
+    (made / "model.safetensors").unlink()
+    names = {name: f"model-{number % 2}.safetensors" for number, name in enumerate(tensors)}
+    for file in set(names.values()):
+        save_file({name: tensors[name] for name, own in names.items() if own == file}, made / file)
+    (made / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    return made
+
+
+def test_the_students_weights_in_other_files_are_still_its_own(folder, tmp_path):
+    split = store(tmp_path / "split", folder / "base", lambda tensors: None)
+    assert of(folder, split, "same_model").outcome is Outcome.REFUSE
+    other = store(tmp_path / "other", folder / "base", lambda tensors: tensors["model.norm.weight"].add_(1))
+    assert of(folder, other, "same_model").outcome is Outcome.GO
+
+
+@pytest.mark.parametrize(("shift", "outcome"), [(0.0, Outcome.REFUSE), (1.0, Outcome.GO)])
+def test_an_output_matrix_counts_only_where_it_is_not_the_embeddings(folder, tmp_path, shift, outcome):
+    """Of models that tie both, some folders store it once more."""
+
+    def untie(tensors):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + shift
+
+    untied = store(tmp_path / "untied", folder / "tied", untie)
+    assert of(folder, untied, "same_model", student="tied").outcome is outcome
 
 
 def test_one_changed_weight_outside_of_the_samples_makes_two_models(folder, tmp_path):
@@ -109,15 +142,7 @@ def test_a_network_of_another_shape_has_another_origin(folder, tmp_path):
 
 
 def test_weights_in_several_files_are_found_by_their_index(folder, tmp_path):
-    from safetensors.torch import load_file, save_file
-
-    split = copy(folder / "tuned", "split-source").rename(tmp_path / "split")
-    tensors = load_file(split / "model.safetensors")
-    (split / "model.safetensors").unlink()
-    names = {name: f"model-{number % 2}.safetensors" for number, name in enumerate(tensors)}
-    for file in set(names.values()):
-        save_file({name: tensors[name] for name, own in names.items() if own == file}, split / file)
-    (split / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    split = store(tmp_path / "split", folder / "tuned", lambda tensors: None)
     files = Files(split)
     assert files.rows == len(WORDS)
     near = nearness(Files(folder / "tuned"), files)
