@@ -150,7 +150,8 @@ class _Repair:
 
     def _publishing(self, stage: StageDir) -> Iterator[Found]:
         """A checkpoint that was complete, and is not in force: between the record's writing and the link's switch."""
-        for attempt in stage.attempts()[-1:]:
+        last = stage.attempts()[-1:]
+        for attempt in last:
             record = _whole(attempt.output)
             if record is not None:
                 what = f"attempt {attempt.number} was being published"
@@ -159,12 +160,26 @@ class _Repair:
                     (attempt.output / RECORD).unlink()  # written anew: it must not list itself
                     stage.publish(attempt.output, record)
                 return
-            if attempt.output.exists() or not stage.result.exists():
-                return
-        record = self._moved(stage)
-        if record is not None:
+        ended = stage.result.exists() and not any(attempt.output.exists() for attempt in last)
+        if ended and (record := self._moved(stage)):
             self._do(partial(stage.reuse, stage.at(record.id)))
             yield self._mended(stage.name, f"checkpoint {record.id} was published but not put in force", "put in force")
+        elif record := self._unlinked(stage):
+            self._do(partial(stage.reuse, stage.at(record.id), keep_state=True))
+            yield self._mended(
+                stage.name, "its link `checkpoint` was gone", f"checkpoint {record.id} is in force again"
+            )
+
+    def _unlinked(self, stage: StageDir) -> Record | None:
+        """The newest intact checkpoint that was made here, where the link is missing or points to one that is gone.
+        No kill does that; copies that leave links out do. A link into another run's folder is the next run's to renew.
+        """
+        if stage.linked and (stage.checkpoint.is_dir() or stage.checkpoint.parent.parent != stage.path):
+            return None
+        own = (record for record in stage.records() if (record.run, record.stage) == (stage.run, stage.name))
+        newest_first = sorted(own, key=lambda record: record.created, reverse=True)
+        there = ((record, stage.at(record.id).checkpoint) for record in newest_first)
+        return next((record for record, at in there if at.is_dir() and not changed_files(at, record, full=True)), None)
 
     def _moved(self, stage: StageDir) -> Record | None:
         """The newest checkpoint, if the state is still there that it was made from and it is newer than the one in
@@ -228,9 +243,8 @@ class _Repair:
 
 def _stale(workspace: Workspace, dry_run: bool) -> Iterator[Found]:
     """Runs that the workspace's own database takes for running although nobody works in them."""
-    working = [run for run in workspace.runs() if run.busy() or tracking.pending(run)]
     try:
-        for name in tracking.end_stale(workspace, working, dry_run=dry_run):
+        for name in tracking.end_stale(workspace, lambda run: run.busy() or tracking.pending(run), dry_run=dry_run):
             state: State = "would mend" if dry_run else "mended"
             yield Found("", "", f"MLflow took {name} for running", state, "marked as killed")
     except tracking.Unreachable as error:

@@ -211,7 +211,7 @@ class StageDir:
         self.discard_state()
         return record
 
-    def reuse(self, other: "StageDir") -> None:
+    def reuse(self, other: "StageDir", *, keep_state: bool = False) -> None:
         """Put another stage's checkpoint in force here, by reference. Raises StageRefused where it is gone by now."""
         with disk_errors(self.path), self.run_dir.workspace.ledger.steady():
             if isinstance(found := read_record(other.checkpoint), str):
@@ -220,7 +220,8 @@ class StageDir:
                     hint="it was deleted since the plan was made: run the same command again",
                 )
             self._point_to(other.checkpoint)
-        self.discard_state()
+        if not keep_state:
+            self.discard_state()
 
     def _point_to(self, target: Path) -> None:
         self.path.mkdir(parents=True, exist_ok=True)

@@ -28,6 +28,7 @@ from opdctl.backends.contract import EXIT_STOPPED, Backend, Event, InputSpec, St
 from opdctl.backends.events import EventWriter
 from opdctl.errors import OpdctlError, ProgramDied, StageFailed
 from opdctl.gate import check_files
+from opdctl.records import read_json
 from opdctl.secrets import redact, reveal
 from opdctl.settings import GateSettings
 from opdctl.store import Attempt, write_json
@@ -82,7 +83,7 @@ def _carry_out(backend: str, spec_path: Path, attempt: Attempt) -> int:
     except Stopped:
         return EXIT_STOPPED
     except OpdctlError as error:
-        tell_failure(attempt, str(error), error.hint)
+        tell_failure(attempt, str(error), _named(error.hint, spec_path))
         if error.__cause__ is not None:  # else the message says all there is, and calls would only hide it
             _print_traceback()
         return EXIT_DIED if isinstance(error, ProgramDied) else EXIT_FAILED
@@ -93,6 +94,12 @@ def _carry_out(backend: str, spec_path: Path, attempt: Attempt) -> int:
         _print_traceback()
         return EXIT_FAILED if full else EXIT_BUG
     return 0
+
+
+def _named(hint: str, spec_path: Path) -> str:
+    """Engines say `--rerun STAGE`; which stage that is, the spec knows."""
+    spec = read_json(spec_path, "stage")
+    return hint.replace("--rerun STAGE", f"--rerun '{spec['stage']}'") if spec else hint
 
 
 def _pass_gate(spec: StageSpec, control: WorkerControl) -> None:

@@ -217,6 +217,56 @@ def test_a_checkpoint_that_was_moved_and_not_linked_is_put_in_force(workspace, s
     assert not stage.state.exists()
 
 
+def made_here(number, **more):
+    return record(f"r{number}", run="r", created=f"2026-01-0{number}T00:00:00+00:00", **more)
+
+
+@pytest.mark.parametrize("how", ["missing", "dangling"])
+def test_a_link_that_is_gone_is_put_back_and_half_trained_state_stays(workspace, stage, how):
+    stage.publish(output(stage, "old"), made_here(1, identity={"seed": 1}))
+    stage.publish(output(stage, "new"), made_here(2, identity={"seed": 2}))
+    stage.publish(output(stage, "changed"), made_here(3, identity={"seed": 3}))
+    (stage.checkpoint / "model.safetensors").write_text("degnahc")
+    stage.publish(output(stage, "gone"), made_here(4, identity={"seed": 4}))
+    begin(stage, {"seed": 5}, step=7)
+    stage.new_attempt()
+    shutil.rmtree(stage.checkpoint)
+    if how == "missing":
+        (stage.path / "checkpoint").unlink()
+    found = mend(workspace)
+    assert [one.state for one in found] == ["mended"]
+    assert "checkpoint r2 is in force again" in found[0].told
+    assert weights(stage) == "new"
+    assert (stage.state_step(), stage.unfinished()) == (7, {"seed": 5})
+    assert mend(workspace) == []
+
+
+def test_a_link_to_another_run_is_the_next_runs_to_renew(workspace, stage):
+    """What was made here before may be of other settings."""
+    other = Workspace(workspace).run("other").stage("sft")
+    other.publish(output(other, "theirs"), record("o1", run="other"))
+    stage.publish(output(stage, "own"), made_here(1))
+    stage.reuse(other)
+    shutil.rmtree(other.path)
+    assert {one.state for one in mend(workspace)} == {"left"}
+    [problem] = [one for one in Verifier(Workspace(workspace)).verify().problems if "points to nothing" in one.told]
+    assert "opdctl run" in problem.remedy
+
+
+def test_verify_and_repair_agree_on_a_link_that_is_gone(workspace):
+    wanted = toy.pipeline({"sft": toy.sft(steps=2), "max": toy.sft("stage:sft", steps=2)})
+    toy.run(wanted)
+    (toy.stage(wanted, "sft").path / "checkpoint").unlink()
+    [problem] = Verifier(Workspace(workspace)).verify().problems
+    assert "opdctl repair r" in problem.remedy
+    [found] = mend(workspace)
+    assert (found.stage, found.state) == ("sft", "mended")
+    assert Verifier(Workspace(workspace)).verify().problems == []
+    notes = toy.Notes()
+    toy.run(wanted, reporter=notes)
+    assert notes.of("started") == []
+
+
 def test_a_rerun_that_was_killed_does_not_bring_an_older_checkpoint_back(workspace, stage):
     """Its identity is that of the older one; it is the newer one's settings that are in force."""
     stage.publish(output(stage, "first"), record("r1", identity={"seed": 0}, created="2026-01-01T00:00:00+00:00"))

@@ -13,7 +13,8 @@ from opdctl.backends.contract import Event
 from opdctl.backends.events import EventTail, EventWriter
 from opdctl.errors import StageFailed
 from opdctl.lock import worker_lives
-from opdctl.worker import WorkerControl, read_spec
+from opdctl.store import write_json
+from opdctl.worker import WorkerControl, _named, read_spec
 
 
 def test_a_tail_gives_each_event_once_and_leaves_a_line_without_its_end_for_later(tmp_path):
@@ -96,3 +97,10 @@ def _wait(condition, seconds=60):
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def test_an_engine_that_asks_for_a_rerun_names_the_stage(tmp_path):
+    write_json(tmp_path / "spec.json", {"stage": "rl[domain=math]"})
+    hint = "put it back as it was, or start the stage anew with --rerun STAGE"
+    assert _named(hint, tmp_path / "spec.json").endswith("--rerun 'rl[domain=math]'")
+    assert _named(hint, tmp_path / "none.json") == hint

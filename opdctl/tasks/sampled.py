@@ -106,5 +106,5 @@ def _read(path: Path) -> list[Sampled]:
     except (OSError, ValueError, TypeError) as error:
         raise StageRefused(
             f"{path}: sampled data that cannot be read: {type(error).__name__}: {error}",
-            hint="run the sample stage again with --rerun STAGE",
+            hint="put it back as it was, or sample it anew: --rerun with the name of the stage that did",
         ) from error
