@@ -46,7 +46,9 @@ def _train(spec, control, knobs):
     train = spec.config["train"]
     saved = Path(spec.state) / "step.json"
     forgets = "forgetful" in knobs
-    known = json.loads(saved.read_text()) if saved.exists() and not forgets else {"step": 0, "values": _start(spec)}
+    known = (
+        json.loads(saved.read_text()) if saved.exists() and not forgets else {"step": 0, "values": _start(spec, knobs)}
+    )
     step, values = known["step"], known["values"]
     while step < train["max_steps"]:
         _misbehave(spec, knobs, step)
@@ -87,9 +89,10 @@ def _eval(spec, control, knobs):
     return StageResult(len(spec.inputs), {"accuracy": 0.5})
 
 
-def _start(spec):
+def _start(spec, knobs):
     content = b"".join((Path(given.path) / "model.safetensors").read_bytes() for given in spec.inputs if given.path)
-    return [_draw(spec.seed, 0, at, content.hex()) for at in range(8)]
+    salt = [knobs["salt"]] if "salt" in knobs else []  # data that differ train other weights
+    return [_draw(spec.seed, 0, at, content.hex(), *salt) for at in range(8)]
 
 
 def _draw(*of):

@@ -94,13 +94,11 @@ def _toy() -> Subject:
         "toy", model={"source": "new", "shape": toy.SHAPE, "tokenizer": {"words": ["<pad>", "<bos>", "<eos>", "a"]}}
     )
     tree["gate"] = {"enabled": False}  # there is nothing to ask a toy model
-    for task in tree["tasks"].values():
-        task["strides"] = {"sleep_ms": SLEEP_MS}
+    for salt, task in enumerate(tree["tasks"].values(), start=1):  # specialists that differ: a mix-up is seen
+        task["strides"] = {"sleep_ms": SLEEP_MS, "salt": salt}
     return Subject("toy", tree)
 
 
 TOY = _toy()
-# A few steps teach little, and the guards say so.
-UNTAUGHT = {"gate": {"accept": ["random_teacher", "distance"]}, "watch": {"teacher_constant": {"action": "warn"}}}
-ENGINE = Subject("engine", _tree("engine", defaults=[{"/model": "tiny_qwen3"}, "_self_"], **UNTAUGHT))
+ENGINE = Subject("engine", _tree("engine", defaults=[{"/model": "tiny_qwen3"}, "_self_"]))
 SUBJECTS = {subject.name: subject for subject in (TOY, ENGINE)}

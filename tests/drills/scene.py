@@ -15,7 +15,7 @@ from pathlib import Path
 from drills.family import VARIABLE, Family
 from drills.pipelines import RUN, SUBJECTS, TESTS, Subject
 
-PATIENCE_S = 300.0  # that a run gets to end; undisturbed it takes seconds, on a busy machine a minute
+PATIENCE_S = 900.0  # that a run gets to end; undisturbed it takes seconds, on a busy machine minutes
 RERUN = re.compile(r"--rerun '?([^\s']+?)'?(?=[\s;,:)]|$)")
 
 
