@@ -1,4 +1,7 @@
-"""`make drills`: all of them, two at a time, and docs/drills.md; with numbers as arguments only these, and no file."""
+"""`make drills`: all of them, JOBS at a time, and docs/drills.md; with numbers as arguments only these, and no file.
+
+Ctrl-C ends it with what was done by then; the rest stands in the file as not carried out.
+"""
 
 import os
 import shutil
@@ -21,18 +24,26 @@ def main(numbers: list[int]) -> int:
     folder = Path(tempfile.mkdtemp(prefix="drills-"))
     known = rehearse(folder, sorted({drill.subject for drill in chosen}))
     verdicts: list[Verdict] = []
-    with ProcessPoolExecutor(int(os.environ.get("JOBS", "2")), mp_context=get_context("spawn")) as pool:
+    commit = report.commit()
+    loads, jobs = [os.getloadavg()[0]], int(os.environ.get("JOBS", "2"))
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         waiting = {pool.submit(carry_out, drill, known, folder, SEED): drill for drill in chosen}
-        for done in as_completed(waiting):
-            error = done.exception()
-            broken = Verdict(waiting[done], [f"the drill itself failed: {error!r}"])
-            verdicts.append(broken if error else done.result())
-            _tell(verdicts[-1], len(verdicts), len(chosen))
-            if verdicts[-1].survived:
-                shutil.rmtree(folder / f"drill-{verdicts[-1].drill.number}", ignore_errors=True)
+        try:
+            for done in as_completed(list(waiting)):
+                drill, error = waiting.pop(done), done.exception()
+                broken = Verdict(drill, [f"the drill itself failed: {error!r}"])
+                verdicts.append(broken if error else done.result())
+                loads.append(os.getloadavg()[0])
+                _tell(verdicts[-1], len(verdicts), len(chosen))
+                if verdicts[-1].survived:
+                    shutil.rmtree(folder / f"drill-{drill.number}", ignore_errors=True)
+        except KeyboardInterrupt:
+            verdicts += [Verdict(drill, skipped="interrupted") for drill in waiting.values()]
+            pool.shutdown(wait=False, cancel_futures=True)
     lost = sorted(one.drill.number for one in verdicts if not one.survived)
     if not numbers:
-        report.FILE.write_text(report.table(verdicts, SEED, time.monotonic() - began))
+        how = report.How(SEED, commit, time.monotonic() - began, jobs, loads)
+        report.FILE.write_text(report.table(verdicts, how))
     print(f"{len(chosen) - len(lost)} of {len(chosen)} survived, {time.monotonic() - began:.0f} s")
     if lost:
         print(
