@@ -31,10 +31,16 @@ class Verdict:
     remedy: str = ""  # what to do about it; empty for go
     values: Mapping[str, float] = field(default_factory=dict)
     accepted: bool = False  # it refuses, and was accepted by name
+    asked: bool = True  # False: the question was not put, or not to the end; `evidence` says why
 
     @property
     def stops(self) -> bool:
         return self.outcome.refuses and not self.accepted
+
+
+def unasked(check: GateCheck, subject: str, reason: str, outcome: Outcome = Outcome.GO, remedy: str = "") -> Verdict:
+    """Of a question that was not put."""
+    return Verdict(check, subject, outcome, f"not asked: {reason}", remedy, asked=False)
 
 
 def accept(verdicts: Iterable[Verdict], names: Sequence[str]) -> list[Verdict]:

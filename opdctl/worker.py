@@ -107,11 +107,14 @@ def _pass_gate(spec: StageSpec, control: WorkerControl) -> None:
     if "settings" not in spec.gate:
         return
     settings = GateSettings.model_validate(spec.gate["settings"])
-    found = check_files(spec, settings)
-    if settings.models:
-        found += import_module("opdctl.engine.gate").check_models(spec, settings, control)
-    verdicts = accept(found, settings.accept)
-    write_verdicts(Path(spec.gate["file"]), spec.gate["key"], verdicts)
+    verdicts, whole = accept(check_files(spec, settings), settings.accept), False
+    try:  # models of which files say that they do not belong together are not asked
+        if settings.models and not any(verdict.stops for verdict in verdicts):
+            asked = import_module("opdctl.engine.gate").check_models(spec, settings, control)
+            verdicts += accept(asked, settings.accept)
+        whole = True
+    finally:  # without the key no later attempt takes what was asked for all
+        write_verdicts(Path(spec.gate["file"]), spec.gate["key"] if whole else "", verdicts)
     refuse({"": verdicts})
 
 

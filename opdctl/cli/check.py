@@ -75,6 +75,9 @@ def check(
         notes = []
         if off := [item.stage.name for item in items if item.stage.name not in judged]:
             notes.append(f"gate.enabled is false: {', '.join(off)}")
+        gates = {item.stage.name: item.stage.settings.gate for item in items}
+        if alone := [name for name, gate in gates.items() if gate and gate.enabled and not gate.models]:
+            notes.append(f"gate.models is false, files alone: {', '.join(alone)}")
         if waiting:
             notes.append(
                 f"models not asked: {plural(len(waiting), 'stage')} with inputs still to be made; run asks them then"

@@ -15,17 +15,19 @@ from opdctl.verdicts import Outcome, Verdict
 Judged = Mapping[str, Sequence[Verdict]]  # by stage
 MARKS = {Outcome.GO: ("✓", "green"), Outcome.WARN: ("!", "yellow")}
 STOPS = ("✗", "bold red")
+UNASKED = ("-", "dim")  # nothing against the stage: a question that was not put
 ORDER = [Outcome.REFUSE, Outcome.COLD_START, Outcome.WARN, Outcome.GO]
 NAMED = 3  # stages that share a finding
 
 
 def gate_view(title: str, judged: Judged, notes: Sequence[str], *, everything: bool) -> RenderableType:
-    """`notes` say what was not asked; `everything` shows verdicts that are in order too."""
+    """`notes` say what was not asked; `everything` shows verdicts that are in order too.
+    A question that was not put is always shown."""
     lines: list[RenderableType] = []
     for verdict, stages in _grouped(judged):
-        if everything or verdict.outcome is not Outcome.GO:
+        if everything or verdict.outcome is not Outcome.GO or not verdict.asked:
             lines += _finding(verdict, stages)
-    fine = Counter(v.check for verdicts in judged.values() for v in verdicts if v.outcome is Outcome.GO)
+    fine = Counter(v.check for verdicts in judged.values() for v in verdicts if v.outcome is Outcome.GO and v.asked)
     if fine and not everything:
         told = ", ".join(f"{check} {count}" for check, count in fine.items())
         lines += [Text.assemble(("✓ ", "green"), f"in order: {told}")]
@@ -64,6 +66,8 @@ def _grouped(judged: Judged) -> list[tuple[Verdict, list[str]]]:
 
 def _finding(verdict: Verdict, stages: Sequence[str]) -> list[RenderableType]:
     mark, style = STOPS if verdict.stops else MARKS.get(verdict.outcome, ("!", "yellow"))
+    if verdict.outcome is Outcome.GO and not verdict.asked:
+        mark, style = UNASKED
     outcome = f"{verdict.outcome}, accepted" if verdict.accepted else str(verdict.outcome)
     named = ", ".join(dict.fromkeys(stages[:NAMED])) + (
         f" and {len(stages) - NAMED} more" if len(stages) > NAMED else ""

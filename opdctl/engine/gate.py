@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from opdctl.backends.contract import Control, InputSpec, StageSpec
-from opdctl.engine.gate_large import ask_in_child, check_norms, is_small, on_the_cpu
+from opdctl.engine.gate_large import ask_in_child, is_small, not_asked, on_the_cpu
 from opdctl.engine.gate_pairs import judge_pair, judge_routes
 from opdctl.engine.gate_tasks import check_demonstrations, check_difficulty, check_graders
 from opdctl.engine.loop import open_vocabulary, role
@@ -17,7 +17,7 @@ from opdctl.engine.probe import read_pairs
 from opdctl.engine.teachers import check_vocabularies
 from opdctl.errors import OpdctlError, StageRefused
 from opdctl.settings import GateSettings, OpdSettings
-from opdctl.verdicts import Outcome, Verdict
+from opdctl.verdicts import Outcome, Verdict, unasked
 
 
 def check_models(spec: StageSpec, settings: GateSettings, control: Control) -> list[Verdict]:
@@ -53,19 +53,22 @@ def _beside(spec: StageSpec, settings: GateSettings, control: Control) -> list[V
             return ask_models(on_the_cpu(spec), settings, control)
         if spec.devices:
             return ask_in_child(spec, settings, control)
-        return check_norms(spec, "the models are too large for a CPU")
+        return not_asked(spec, settings, "the models are too large for a CPU, and the stage has no GPU of its own")
     except OpdctlError as error:  # an architecture that verl reads and the engine does not
-        return check_norms(spec, str(error))
+        return not_asked(spec, settings, str(error))
 
 
 def _check_pairs(spec: StageSpec, settings: GateSettings, control: Control) -> Iterator[Verdict]:
     own, [student], teachers = OpdSettings.model_validate(spec.config), role(spec, "student"), role(spec, "teachers")
     foreign = _foreign(spec, student, teachers)
     for number, refused in foreign.items():
-        evidence = f"not measured: {refused}"
-        yield Verdict("distance", f"{student.label} -> {teachers[number].label}", Outcome.WARN, evidence, refused.hint)
+        subject = f"{student.label} -> {teachers[number].label}"
+        yield unasked("distance", subject, str(refused), Outcome.WARN, refused.hint)
     readable = [number for number in range(len(teachers)) if number not in foreign]
     readings = list(read_pairs(spec, settings, control, readable)) if readable else []
+    for number in set(readable) - {reading.number for reading in readings}:
+        reason = "none of the prompts looked at is routed to it"
+        yield unasked("distance", f"{student.label} -> {teachers[number].label}", reason)
     for reading in readings:
         yield from judge_pair(reading, settings, own)
     yield from judge_routes(readings)

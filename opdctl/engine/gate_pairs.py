@@ -6,10 +6,12 @@ from itertools import combinations
 
 from opdctl.engine.probe import Reading, Score
 from opdctl.settings import GateSettings, OpdSettings
-from opdctl.verdicts import Outcome, Verdict
+from opdctl.verdicts import Outcome, Verdict, unasked
 
 KNOWN = 0.9  # this quantile of a teacher's log-probabilities ...
 BLIND = -0.88  # ... is above BLIND * ln V if it knows anything: without training all are close to -ln V
+LESS = 0.5  # ... and as far above -ln V as this share of the student's, if the student knows as little
+FLAT = 0.01  # nats: weights that were lost, or never filled, give every token the same
 AGAIN = 1e-4  # nats: the same batch read twice is the same to the bit on a CPU
 ALONE = {"float32": 1e-3, "bfloat16": 0.05}  # nats, mean: another batch rounds otherwise
 SURE = 2.33  # standard errors: one pair of a hundred equal models seems to differ by more, one-sided
@@ -67,27 +69,33 @@ def subject(reading: Reading) -> str:
 
 
 def _random(reading: Reading) -> Told:
-    """Without what only repeats its predecessor: random weights with tied embeddings foresee that."""
-    told_N = reading.logprobs_N[~reading.repeats_N]
+    """Without what only repeats its predecessor: random weights with tied embeddings foresee that.
+
+    A teacher is held against the student on the same tokens. After a few steps of training neither knows anything,
+    which is no sign of other weights than were meant.
+    """
+    counted_N = ~reading.repeats_N
+    told_N = reading.logprobs_N[counted_N]
     if not len(told_N):
+        yield unasked("random_teacher", subject(reading), "the student wrote nothing, and no answer is known")
         return
-    uniform, known = -math.log(reading.vocabulary), float(told_N.quantile(KNOWN))
-    values = {"mean": float(told_N.mean()), "spread": float(told_N.std(correction=0)), "uniform": uniform}
+    full = math.log(reading.vocabulary)
+    known, own = float(told_N.quantile(KNOWN)), float(reading.student_N[counted_N].quantile(KNOWN))
+    values = {"mean": float(told_N.mean()), "spread": float(told_N.std(correction=0)), "uniform": -full}
     evidence = (
         f"log-probabilities of {len(told_N)} tokens: mean {values['mean']:.3f}, standard deviation "
-        f"{values['spread']:.3f}, nine tenths below {known:.3f}; -ln V is {uniform:.3f}"
+        f"{values['spread']:.3f}, nine tenths below {known:.3f}; -ln V is {-full:.3f}"
     )
-    blind = not known >= BLIND * math.log(reading.vocabulary)  # not a number: blind
-    yield Verdict(
-        "random_teacher",
-        subject(reading),
-        Outcome.REFUSE if blind else Outcome.GO,
-        evidence,
-        f"it knows nothing of its own rows, as random weights do: name a trained checkpoint ({reading.teacher.path})"
-        if blind
-        else "",
-        values,
-    )
+    outcome, remedy = Outcome.GO, ""
+    if not known >= BLIND * full:  # not a number: blind
+        dead = not values["spread"] >= FLAT
+        outcome = Outcome.REFUSE if dead or not known + full >= LESS * (own + full) else Outcome.WARN
+        evidence += f" (of the student nine tenths lie below {own:.3f})"
+        remedy = "it knows nothing of its own rows, as random weights do: name a trained checkpoint"
+        remedy += f" ({reading.teacher.path})"
+        if outcome is Outcome.WARN:
+            remedy = "neither it nor the student knows anything of these rows: train them longer before it is to teach"
+    yield Verdict("random_teacher", subject(reading), outcome, evidence, remedy, values)
 
 
 def _deterministic(reading: Reading) -> Told:
@@ -193,16 +201,17 @@ def _headroom(reading: Reading, settings: GateSettings, own: OpdSettings) -> Tol
     mine, theirs = reading.student_score, reading.teacher_score
     evidence = f"right answers: teacher {theirs.right} of {theirs.asked}, student {mine.right} of {mine.asked}"
     values = {"teacher": theirs.right / theirs.asked, "student": mine.right / mine.asked}
-    outcome, remedy = Outcome.GO, ""
+    outcome, remedy, asked = Outcome.GO, "", True
     shortened = own.rollout.max_completion_tokens > settings.max_completion_tokens
     if shortened and max(mine.cut / mine.asked, theirs.cut / theirs.asked) > 0.5:
         evidence += f"; most were cut at gate.max_completion_tokens ({settings.max_completion_tokens}): not judged"
+        asked = False
     elif worse_by(theirs, mine) > SURE:
         ruined = theirs.right <= RUINED * mine.right
         outcome = Outcome.REFUSE if ruined else Outcome.WARN
         evidence += f", worse by {worse_by(theirs, mine):.1f} standard errors"
         remedy = "is it the teacher of these prompts? See its route, its chat template and its own evaluation"
-    yield Verdict("headroom", subject(reading), outcome, evidence, remedy, values)
+    yield Verdict("headroom", subject(reading), outcome, evidence, remedy, values, asked=asked)
 
 
 def worse_by(a: Score, b: Score) -> float:

@@ -18,7 +18,7 @@ from opdctl.errors import OpdctlError
 from opdctl.settings import EvalSettings, GateSettings, Mixture, RlvrSettings, SftSettings
 from opdctl.tasks import Prompt, Task, verify_all
 from opdctl.tasks import Verdict as Judged
-from opdctl.verdicts import Outcome, Verdict
+from opdctl.verdicts import Outcome, Verdict, unasked
 
 MORE = 3  # times as many further prompts before a stage without any difference is refused
 GROUP = 16  # completions of a prompt at most
@@ -31,22 +31,37 @@ Grade = Literal["reference", "shuffled", "empty"]
 
 
 def check_graders(spec: StageSpec, settings: GateSettings) -> Iterator[Verdict]:
-    """Of the verifier of each of the stage's tasks; those in turns are judged by their environment, and left out."""
+    """Of the verifier of each of the stage's tasks, where it is the one that rewards."""
     if spec.config.get("harness") == "lm_eval":
+        yield unasked("grader", "lm-eval", "its tasks bring graders of their own")
         return
     tasks, data = open_tasks(spec), Mixture.model_validate(spec.config["data"])
     split: Literal["train", "eval"] = "eval" if spec.kind == "eval" else "train"
     seed = EvalSettings.model_validate(spec.config).seed if spec.kind == "eval" else stream_seed(spec.seed, "gate")
     mixer = Mixer(tasks, data, split, seed)
+    by_model = _judged_by_a_model(spec)
     seen: set[str] = set()
     for cell, (name, _) in enumerate(mixer.cells):
         if name in seen:
             continue
         seen.add(name)
+        if name in by_model:
+            yield unasked("grader", f"task {name}", "a model grades it (config.grader), and is loaded by the stage")
+            continue
         size = tasks[name].size(split)
         rows = mixer.cell_rows(cell, 0, min(settings.grader_rows, size or settings.grader_rows))
-        if rows and rows[0].environment is None:
+        if not rows:
+            yield unasked("grader", f"task {name}", "it has no prompts")
+        elif rows[0].environment is not None:
+            yield unasked("grader", f"task {name}", "it is played in turns, and its environment judges")
+        else:
             yield judge_grader(name, tasks[name], [row.prompt for row in rows])
+
+
+def _judged_by_a_model(spec: StageSpec) -> list[str]:
+    """Tasks whose reward is no verifier's; those of an evaluation keep theirs."""
+    grader = RlvrSettings.model_validate(spec.config).grader if spec.kind == "rlvr" else None
+    return grader.tasks if grader is not None else []
 
 
 def judge_grader(name: str, task: Task, prompts: Items[Prompt]) -> Verdict:
@@ -72,7 +87,8 @@ def judge_grader(name: str, task: Task, prompts: Items[Prompt]) -> Verdict:
     elif any(share > 0 for kind, share in wrong.items() if kind != "shuffled"):  # which are right by chance at times
         outcome, worst = Outcome.WARN, max((kind for kind in wrong if kind != "shuffled"), key=lambda kind: wrong[kind])
     remedy = "" if outcome is Outcome.GO else _mend(worst, asked[worst], scored[worst])
-    return Verdict("grader", f"task {name}", outcome, evidence, remedy, {f"wrong_{k}": v for k, v in wrong.items()})
+    values = {f"wrong_{kind}": share for kind, share in wrong.items()}
+    return Verdict("grader", f"task {name}", outcome, evidence, remedy, values, asked=bool(known))
 
 
 def _shuffled(known: Items[tuple[Prompt, str]]) -> list[tuple[Prompt, str]]:
@@ -121,7 +137,12 @@ def check_difficulty(spec: StageSpec, settings: GateSettings, control: Control) 
     """Does GRPO have differences to learn from? Of each task that a verifier rewards."""
     own = RlvrSettings.model_validate(spec.config)
     count = settings.difficulty_prompts
-    names = [name for name in own.data.tasks if own.grader is None or name not in own.grader.tasks]
+    by_model = _judged_by_a_model(spec)
+    for name in by_model:
+        yield unasked("difficulty", f"task {name}", "a model grades it (config.grader), and is loaded by the stage")
+    names = [name for name in own.data.tasks if name not in by_model]
+    if not count:
+        yield from (unasked("difficulty", f"task {name}", "gate.difficulty_prompts is 0") for name in names)
     if not count or not names:
         return
     asker = _Asker(spec, settings, own)
@@ -146,8 +167,9 @@ def _difficulty(name: str, groups: _Groups, asker: "_Asker", settings: GateSetti
         f"{sum(groups.tied)} of {prompts} prompts earn the same in all {asker.size} completions; {rate:.0%} of the "
         f"completions are right, {groups.cut / groups.drawn:.0%} are cut"
     )
-    outcome, remedy = Outcome.GO, ""
+    outcome, remedy, asked = Outcome.GO, "", True
     if asker.shortened and groups.cut > HALF * groups.drawn:
+        asked = False
         evidence += f" at gate.max_completion_tokens ({settings.max_completion_tokens}): not judged"
     elif groups.share > settings.difficulty:
         outcome = Outcome.REFUSE if hopeless else Outcome.WARN
@@ -163,7 +185,7 @@ def _difficulty(name: str, groups: _Groups, asker: "_Asker", settings: GateSetti
                 "and see that the grader asks for a form that the model writes"
             )
     values = {"tied": groups.share, "right": rate, "prompts": prompts}
-    return Verdict("difficulty", f"task {name}", outcome, evidence, remedy, values)
+    return Verdict("difficulty", f"task {name}", outcome, evidence, remedy, values, asked=asked)
 
 
 class _Asker:

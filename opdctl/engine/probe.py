@@ -64,6 +64,7 @@ class Reading:
     overlap: float  # share of the top k in both
     k: int
     logprobs_N: Tensor  # the teacher's, of all tokens that it was shown: the student's and reference answers
+    student_N: Tensor  # the student's, of the same tokens
     repeats_N: Tensor  # which of them are their predecessor again
     again: float  # largest difference between two readings of the same tokens
     alone: float  # mean difference from sequences read one by one
@@ -207,6 +208,7 @@ class _Probe:
             means["overlap"],
             min(TOP_K, self.student.vocab_size),
             logprobs_N,
+            self._student_logprobs(sequences),
             targets_N == before_N,
             _apart(logprobs_N, again_N).max().item(),
             _apart(alone, together_N).mean().item(),
@@ -233,6 +235,13 @@ class _Probe:
             targets_N = torch.tensor([token for i in part for token in sequences[i].targets], device=hidden_NE.device)
             found.append(token_logprobs(hidden_NE, head_VE, targets_N)[0].float().cpu())
         return torch.cat(found)
+
+    def _student_logprobs(self, sequences: list[Sequence]) -> Tensor:
+        found = []
+        for part in micro_batches(sequences, self.budget):
+            batch = self.student.batch([sequences[i] for i in part])
+            found.append(token_logprobs(self.student.hidden(batch), self.student.head(), batch.targets_N)[0])
+        return torch.cat(found).float().cpu()
 
     def _health(self, states: States, number: int, sequences: list[Sequence]) -> dict[str, Tensor]:
         """Per-token values of `distill_health` on sequences that `states` has begun with."""

@@ -1,5 +1,6 @@
 """The gate's questions to teachers: each fault is planted beside a healthy pair."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +21,15 @@ from opdctl.verdicts import Outcome, Verdict
 
 SETTINGS = GateSettings(rollouts=8)
 FULL = {"form": "full_vocab"}
+OWN = OpdSettings.model_validate(
+    {
+        "data": {"tasks": ["math"]},
+        "rollout": stages.ROLLOUT,
+        "train": stages.train(4, 16),
+        "loss": FULL,
+        "route_by": ["domain"],
+    }
+)
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +50,13 @@ def stage(folder: Path, made: dict[str, Path], last: str = "healthy", **config):
     """Of four teachers the last, of code at max, is another one."""
     teachers = dict.fromkeys(ROUTES, made["healthy"]) | {ROUTES[-1]: made[last]}
     return stages.opd(folder / "opd", made["student"], teachers, FULL, **config)
+
+
+@pytest.fixture(scope="module")
+def reading(tmp_path_factory, made):
+    """Of the healthy teacher of code at max."""
+    [found] = read_pairs(stage(tmp_path_factory.mktemp("reading"), made), SETTINGS, stages.Recorder(), [3])
+    return found
 
 
 def judged(spec, settings: GateSettings = SETTINGS) -> list[Verdict]:
@@ -72,6 +89,46 @@ def test_a_planted_teacher_is_named_and_no_other(tmp_path, made, fault):
     check, outcome = PLANTED[fault]
     assert (check, "sft -> max[domain=code]", outcome) in found
     assert {subject for _, subject, _ in found} == {"sft -> max[domain=code]"}
+
+
+KNOWING = {  # nats above -ln V of the likeliest tokens of teacher and student
+    "a teacher that knows": (3.0, 3.0, Outcome.GO),
+    "random beside a trained student": (0.2, 3.0, Outcome.REFUSE),
+    "both after a few steps": (0.3, 0.4, Outcome.WARN),
+    "flat beside a student that knows nothing": (0.0, 0.0, Outcome.REFUSE),
+    "no numbers": (float("nan"), 0.3, Outcome.REFUSE),
+}
+
+
+@pytest.mark.parametrize("case", KNOWING)
+def test_a_teacher_that_knows_nothing_is_held_against_its_student(reading, case):
+    theirs, mine, outcome = KNOWING[case]
+    spread_N, uniform = torch.linspace(-1, 1.25, 50), -math.log(reading.vocabulary)  # the ninth tenth is at 1.0
+    read = replace(
+        reading,
+        logprobs_N=uniform + theirs * spread_N,
+        student_N=uniform + mine * spread_N,
+        repeats_N=torch.zeros(50, dtype=torch.bool),
+    )
+    [found] = [one for one in judge_pair(read, SETTINGS, OWN) if one.check == "random_teacher"]
+    assert found.outcome is outcome
+    assert bool(found.remedy) == (outcome is not Outcome.GO)
+
+
+def test_the_students_own_numbers_are_those_of_the_same_tokens(reading, tmp_path, made):
+    """A teacher with the student's weights says what it says."""
+    spec = stage(tmp_path, made | {"same": made["student"]}, "same")
+    [same] = read_pairs(spec, SETTINGS, stages.Recorder(), [3])
+    assert torch.allclose(same.student_N, same.logprobs_N, atol=1e-5)
+    assert not torch.allclose(reading.student_N, reading.logprobs_N, atol=1e-2)
+
+
+def test_a_teacher_without_a_row_among_those_looked_at_is_told_of(tmp_path, made):
+    spec = stages.opd(tmp_path / "opd", made["student"], dict.fromkeys(ROUTES, made["healthy"]), FULL,
+                      data={"tasks": ["math", "code"], "efforts": ["low"]})  # fmt: skip
+    unasked = {one.subject: one for one in judged(spec) if not one.asked}
+    assert set(unasked) == {"sft -> max[domain=math]", "sft -> max[domain=code]"}
+    assert all(one.outcome is Outcome.GO and "routed to it" in one.evidence for one in unasked.values())
 
 
 def test_a_far_teacher_that_samples_itself_is_warned_of(tmp_path, made):
@@ -178,9 +235,8 @@ def test_a_stop_is_heard_between_teachers(tmp_path, made):
         check_models(stage(tmp_path, made), SETTINGS, Control())
 
 
-@pytest.mark.parametrize("backend", ["embedded", "verl"])
-def test_a_stage_of_verl_is_asked_the_same(tmp_path, made, backend):
-    found = judged(replace(stage(tmp_path, made, "random"), backend=backend))
+def test_a_stage_of_verl_is_asked_the_same(tmp_path, made):
+    found = judged(replace(stage(tmp_path, made, "random"), backend="verl"))
     assert ("random_teacher", "sft -> max[domain=code]", "refuse") in alarms(found)
 
 
@@ -192,10 +248,16 @@ EXCHANGES = {  # nats from the student: (first, second teacher) on the prompts o
 }
 
 
+@pytest.fixture(scope="module")
+def strangers(tmp_path_factory, made):
+    spec = stage(tmp_path_factory.mktemp("strangers"), made, "stranger")
+    return list(read_pairs(spec, SETTINGS, stages.Recorder(), [1, 3]))
+
+
 @pytest.mark.parametrize("case", EXCHANGES)
-def test_two_exchanged_specialists_are_named(tmp_path, made, case):
+def test_two_exchanged_specialists_are_named(strangers, case):
     *moved, exchanged = EXCHANGES[case]
-    first, second = read_pairs(stage(tmp_path, made, "stranger"), SETTINGS, stages.Recorder(), [1, 3])
+    first, second = strangers
     assert first.moved == pytest.approx({1: first.reverse_kl, 3: first.moved[3]})  # of so few rollouts all are read
     assert second.moved[1] > 2 * first.moved[1]  # a stranger is far on all prompts
     readings = [
@@ -218,13 +280,10 @@ SCORES = [
 
 
 @pytest.mark.parametrize(("theirs", "mine", "outcome"), SCORES)
-def test_a_teacher_worse_than_its_student_is_told(tmp_path, made, theirs, mine, outcome):
-    spec = stage(tmp_path, made)
-    [reading] = read_pairs(spec, SETTINGS, stages.Recorder(), [3])
+def test_a_teacher_worse_than_its_student_is_told(reading, theirs, mine, outcome):
     scored = replace(reading, teacher_score=Score(24, *theirs), student_score=Score(24, *mine))
-    own = OpdSettings.model_validate(spec.config)
-    [found] = [one for one in judge_pair(scored, SETTINGS, own) if one.check == "headroom"]
+    [found] = [one for one in judge_pair(scored, SETTINGS, OWN) if one.check == "headroom"]
     assert found.outcome is outcome
     shortened = SETTINGS.model_copy(update={"max_completion_tokens": 3})
-    [found] = [one for one in judge_pair(scored, shortened, own) if one.check == "headroom"]
+    [found] = [one for one in judge_pair(scored, shortened, OWN) if one.check == "headroom"]
     assert (found.outcome is Outcome.GO) == (outcome is Outcome.GO or theirs[1] > 12)

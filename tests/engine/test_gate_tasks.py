@@ -117,7 +117,35 @@ def test_a_cut_of_the_gates_own_is_not_held_against_a_stage(tmp_path, fresh):
 
 def test_the_gate_can_be_told_not_to_ask_for_differences(tmp_path, fresh):
     found = asked(stages.rlvr(tmp_path / "rlvr", fresh, unfinished_reward=0.0), difficulty_prompts=0)
-    assert set(found) == {"grader"}
+    assert found["grader"].asked
+    assert untold(found["difficulty"]) == "gate.difficulty_prompts is 0"
+
+
+def untold(verdict: Verdict) -> str:
+    """Why it was not asked."""
+    assert (verdict.outcome, verdict.asked) == (Outcome.GO, False)
+    return verdict.evidence.removeprefix("not asked: ")
+
+
+def test_a_reward_by_a_model_is_not_asked_for_and_its_tasks_verifier_is_not_held_against_it(tmp_path, fresh):
+    grader = {"tasks": ["math"], "mode": "rubric", "by": "actor", "template": "{prompt} {completion}"}
+    grader |= {"verdicts": {"good": 1.0, "bad": 0.0}, "max_tokens": 2}
+    found = asked(stages.rlvr(tmp_path / "rlvr", fresh, unfinished_reward=0.0, grader=grader))
+    assert "a model grades it" in untold(found["grader"])
+    assert "a model grades it" in untold(found["difficulty"])
+
+
+def test_tasks_in_turns_and_those_of_lm_eval_are_not_asked_for_graders(tmp_path, fresh):
+    rlvr = stages.rlvr(tmp_path / "rlvr", fresh)
+    lm_eval = replace(rlvr, kind="eval", config={"harness": "lm_eval"})
+    assert "graders of their own" in untold(asked(lm_eval)["grader"])
+    [found] = gate_tasks.check_graders(replace(rlvr, tasks={"math": {"task": "lookup"}}), GateSettings())
+    assert "in turns" in untold(found)
+
+
+def test_what_a_task_without_reference_answers_praises_is_not_known():
+    found = judge_grader("numbers", Numbers(lambda p, c: c.endswith(">"), knows=False), PROMPTS)
+    assert not found.asked
 
 
 @pytest.mark.parametrize(("answers", "outcome"), [("w3", Outcome.GO), ("", Outcome.REFUSE)])
