@@ -152,8 +152,9 @@ class _Survey:
         whose = read_json(stage.identity, "identity", "parents")
         if not half_trained and (whose is not None or not stage.identity.exists()):
             yield from _there("state", [stage.state], stage.run, stage.name, "recovery state that nothing resumes")
-        folders = [stage.path, *(attempt.path for attempt in attempts), *([stage.state] if half_trained else [])]
-        yield from _there("part", [path for one in folders for path in _parts(one)], stage.run, stage.name, DEAD)
+        left = [path for one in (stage.path, *(attempt.path for attempt in attempts)) for path in _parts(one)]
+        left += sorted(stage.state.glob("*.part")) if half_trained else []  # the engine's own
+        yield from _there("part", left, stage.run, stage.name, DEAD)
 
     def _outside_runs(self) -> Iterator[Found]:
         for name in ("runs", "models", "data"):
@@ -177,7 +178,8 @@ def _there(what: What, paths: Iterable[Path], run: str, stage: str, why: str) ->
 
 
 def _parts(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.part"))
+    """Hidden ones: runs, the values of axes and files of the user's may be called `x.part` too."""
+    return sorted(folder.glob(".*.part"))
 
 
 def _writer_lives(path: Path) -> bool:
@@ -187,8 +189,11 @@ def _writer_lives(path: Path) -> bool:
 
 
 def _newest(path: Path) -> float:
-    """Seconds since the epoch of the latest change below it."""
-    return max(one.lstat().st_mtime for one in (path, *path.rglob("*")))
+    """Seconds since the epoch of the latest change below it; of what is being written just now, that is now."""
+    try:
+        return max(one.lstat().st_mtime for one in (path, *path.rglob("*")))
+    except FileNotFoundError:
+        return time.time()
 
 
 # --------------------------------------------------------------------------------------------------------- bytes

@@ -5,6 +5,7 @@ ancestor of what stays, by record id and, for models read as folders, by digest.
 """
 
 import math
+import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -122,10 +123,10 @@ class Census:
         for record_id, pin in self._workspace.ledger.pins().items():
             self._keep(record_id, f"pinned{f': {pin.reason}' if pin.reason else ''}")
         for run in self.runs.values():
-            for text in _strings(run.read_pipeline()):
-                if "/" in text and len(text) < 4096 and "\0" not in text:
-                    path = self._workspace.path / text.removeprefix("path:")
-                    self._keep_path(path, f"named by path in pipeline.yaml of {run.name}")
+            for text in set(_strings(run.read_pipeline())):
+                path = os.path.join(self._workspace.path, text.removeprefix("path:"))
+                if len(path) < 4096 and "\0" not in path and ("/" in text or os.path.islink(path)):
+                    self._keep_path(Path(path), f"named by path in pipeline.yaml of {run.name}")
 
     def _mark_untouched(self, item: Checkpoint) -> None:
         run = item.stage.run

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from opdctl.identity import fingerprint
-from opdctl.records import RECORD, Record, parse_record
+from opdctl.records import RECORD, Record, parse_record, read_json
 from opdctl.store import RunDir, StageDir, Workspace
 
 Progress = Callable[[str, int], None]  # what is read now, and how many bytes were read since the last call
@@ -54,7 +54,7 @@ class Verifier:
         self._stages = [stage for stage in self._all if stage.run in names]
         own = [one for stage in self._stages for one in stage.published()]
         linked = [source for stage in self._stages if (source := stage.reference())]
-        self._checkpoints = list({one.checkpoint.resolve(): one for one in [*own, *linked]}.values())
+        self._checkpoints = {one.checkpoint.resolve(): one for one in [*own, *linked]}
         self._ids = {one.pinned for stage in self._all for one in stage.published()}
         self._deleted = workspace.ledger.deleted()
         self._busy = {run.name for run in self._runs if run.at_work()}
@@ -62,7 +62,7 @@ class Verifier:
 
     @property
     def bytes_to_read(self) -> int:
-        found = [parse_record(one.checkpoint) for one in self._checkpoints]
+        found = [parse_record(one.checkpoint) for one in self._checkpoints.values()]
         return sum(int(listed["size"]) for one in found if isinstance(one, Record) for listed in one.files.values())
 
     def verify(self, progress: Progress = lambda name, count: None) -> Verified:
@@ -70,7 +70,7 @@ class Verifier:
         findings = [
             *(finding for run in self._runs for finding in self._run(run)),
             *(finding for stage in self._stages for finding in self._stage(stage)),
-            *(finding for one in self._checkpoints for finding in self._checkpoint(one, progress)),
+            *(finding for one in self._checkpoints.values() for finding in self._checkpoint(one, progress)),
             *self._pins(),
         ]
         return Verified(tuple(findings), len(self._checkpoints), self._read)
@@ -90,8 +90,12 @@ class Verifier:
         if stage.linked and not stage.checkpoint.is_dir():
             remedy = "opdctl run of its pipeline links another one, or makes it anew"
             yield Finding(where, f"the link {stage.path / 'checkpoint'} points to nothing: {stage.checkpoint}", remedy)
-        elif not self._whole and stage.checkpoint.parent.parent != stage.path and (damage := stage.damage()):
-            yield Finding(where, damage, _rerun(stage))  # of a checkpoint that lies in a run that is not looked at
+        elif stage.checkpoint.resolve() not in self._checkpoints and (damage := stage.damage()):
+            yield Finding(where, damage, _rerun(stage))  # it lies where nothing else is looked at
+        unknown = stage.identity.exists() and read_json(stage.identity, "identity", "parents") is None
+        if unknown and stage.state.is_dir():
+            told = f"{stage.identity} is damaged: the next run starts the stage anew"
+            yield Finding(where, told, f"to go on from {stage.state} put the file back as it was")
         if stage.run not in self._busy:
             remedy = f"opdctl repair {stage.run}, or run its command again"
             whole = [one for one in published if one.record() is not None]

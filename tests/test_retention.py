@@ -169,6 +169,17 @@ def test_a_checkpoint_that_a_pipeline_names_by_path_stays(found):
     assert reasons(found, old) == ("named by path in pipeline.yaml of b",)
 
 
+def test_a_checkpoint_that_a_pipeline_names_by_a_link_of_the_users_own_stays(found):
+    old = publish(found, "a", "sft", at=0)
+    publish(found, "a", "sft", at=1)
+    (found.path / "best").symlink_to(found.run("a").stage("sft").at(old.id).checkpoint)
+    assert going(found) == {old.id}
+    stages = {"mopd": {"kind": "opd", "inputs": {"student": "path:best"}}}
+    found.run("b").write_pipeline({"name": "b", "stages": stages, "model": {"tokenizer": {"words": ["\0", "x" * 999]}}})
+    assert going(found) == set()
+    assert reasons(found, old) == ("named by path in pipeline.yaml of b",)
+
+
 def test_a_model_that_was_read_as_a_folder_is_an_ancestor_by_its_digests(found):
     old = publish(found, "a", "sft", at=0)
     publish(found, "a", "sft", at=1)

@@ -101,6 +101,25 @@ def test_half_trained_state_without_what_it_started_from_is_found(whole):
     assert (subject, problem) == ("b:mopd", "its half-trained state started from checkpoint gone, which is missing")
 
 
+def test_half_trained_state_that_nobody_knows_any_more_is_found(whole):
+    stage = whole.run("b").stage("mopd")
+    begin(stage, {"seed": 1})
+    assert told(whole) == []
+    stage.identity.write_text("{")
+    assert told(whole) == [("b:mopd", f"{stage.identity} is damaged: the next run starts the stage anew")]
+
+
+def test_damage_of_a_checkpoint_that_lies_outside_of_all_runs_is_found(whole, tmp_path):
+    stage = whole.run("a").stage("mopd")
+    outside = tmp_path / "other" / stage.checkpoint.relative_to(whole.path)  # of another workspace
+    shutil.copytree(stage.checkpoint, outside)
+    (stage.path / "checkpoint").unlink()
+    (stage.path / "checkpoint").symlink_to(outside)
+    assert told(whole) == []
+    (outside / "part.bin").unlink()
+    assert told(whole) == [("a:mopd", f"checkpoint damaged: {outside / 'part.bin'} is missing")]
+
+
 def test_a_pin_that_points_to_nothing_is_found(whole):
     whole.ledger.pin(Pin("gone", "a", "mopd"))
     assert told(whole) == [("pin gone", "points to a checkpoint that is missing")]
