@@ -7,12 +7,20 @@ from types import FrameType
 from typing import Any
 
 
+def _interrupt() -> None:
+    raise KeyboardInterrupt
+
+
 class Signals:
-    """Counts SIGINT and SIGTERM instead of dying of them. Only the main thread can; elsewhere nothing changes."""
+    """Counts SIGINT and SIGTERM instead of dying of them. Only the main thread can; elsewhere nothing changes.
+
+    `at_second` is called at once, in the midst of whatever is going on. Before there is something to be put in order
+    first, it interrupts: models are fetched and checkpoints read then, which takes long.
+    """
 
     def __init__(self) -> None:
         self.count = 0
-        self.at_second: Callable[[], None] = lambda: None  # called at once, in the midst of whatever is going on
+        self.at_second: Callable[[], None] = _interrupt
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "Signals":

@@ -284,6 +284,23 @@ def test_what_a_worker_finished_and_nobody_published_is_left_for_repair(found):
     assert (folder / "model.safetensors").exists()
 
 
+def test_what_the_user_calls_part_is_no_half(found):
+    """A run, a stage, a value of an axis, and files beside the runs."""
+    stages = {"sft.part": toy.sft(steps=1), "max": {**toy.sft(steps=1, seed=1), "foreach": {"domain": ["math.part"]}}}
+    toy.run(toy.pipeline(stages, folder=found.path), "r.part")
+    made = ids(found)
+    assert len(made) == 2
+    for path in (found.path / "data" / "rows.part", found.path / "models" / "m.part"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("the user's own")
+    long_ago = time.time() - 3 * 86400
+    for path in found.path.rglob("*"):
+        os.utime(path, (long_ago, long_ago), follow_symlinks=False)
+    assert collect(found).go == ()
+    assert ids(found) == made
+    assert (found.path / "data" / "rows.part").exists()
+
+
 def test_halves_outside_runs_go_once_they_are_old_and_their_writer_is_dead(found):
     old, new = found.path / "models" / ".a.999999999.part", found.path / "models" / ".b.999999999.part"
     own = found.path / "models" / f".c.{os.getpid()}.part"
