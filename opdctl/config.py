@@ -67,6 +67,9 @@ def _find(path: str) -> tuple[Path, str]:
     packaged = {found.stem: found for found in sorted((builtin_folder() / "pipelines").glob("*.yaml"))}
     if path in packaged:
         return packaged[path], f"packaged {path}"
+    for meant in (Path(f"{path}.yaml"), Path("pipelines", f"{path}.yaml"), Path("pipelines", path)):
+        if meant.is_file():
+            raise ConfigError(f"{path}: no such file, and no packaged pipeline", hint=f"is {meant} meant?")
     raise ConfigError(f"{path}: no such file, and no packaged pipeline" + near_miss(path, packaged, "packaged"))
 
 

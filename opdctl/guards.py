@@ -128,7 +128,8 @@ class Guards:
         causes = f"likely: {'; '.join(alarm.causes)}; see {alarm.runbook}"
         if alarm.action not in ("pause", "stop"):
             return Order(stage, "tell", f"{text}; {causes}")
-        hint = f"{causes}; to go on whatever it says: watch.{alarm.rule}.action=warn"
+        key = f"stages.{stage.partition('[')[0]}.watch.{alarm.rule}.action"  # whatever the pipeline's `watch` says
+        hint = f"{causes}; to go on whatever it says: {key}=warn"
         extra_s = 0.0 if alarm.rule == "no_progress" else _extra_s(one.watch)
         if alarm.action == "pause":
             return Order(stage, "pause", text, hint, extra_s=extra_s)

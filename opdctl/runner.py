@@ -217,6 +217,8 @@ class _Execution:
                 if worker is not None:
                     worker.send(signal.SIGTERM)
                     self._deadlines.setdefault(order.stage, time.monotonic() + PATIENCE_S + order.extra_s)
+            else:
+                self._reporter.warned(order.stage, order.text)  # it ends already, or has ended
         for name, at in list(self._deadlines.items()):
             if at <= time.monotonic():  # it hangs
                 del self._deadlines[name]
@@ -295,6 +297,8 @@ class _Execution:
         broken = list(gates.broken(item.stage.settings.gates, record.metrics))
         self._tracking.ended(stage, attempt, "FINISHED", "; ".join(f"gate: {gate.text}" for gate in broken), record)
         self._outcome.done.append(worker.stage)
+        if halted is not None:
+            self._reporter.warned(worker.stage, f"{halted.text}; it was done before it could be halted")
         self._reporter.finished(worker.stage, record)
         self._heed(worker.stage, broken)
         self._schedule.done(worker.stage)

@@ -251,6 +251,13 @@ def test_a_file_that_is_not_there_is_told_with_the_packaged_ones():
     assert "kimi_k3" in str(refused(path="kimi_k4"))
 
 
+def test_a_pipeline_of_the_workspace_is_not_found_by_its_name_alone_and_the_file_is_told(tmp_path, monkeypatch):
+    (tmp_path / "pipelines").mkdir()
+    (tmp_path / "pipelines" / "mine.yaml").write_text("name: mine")
+    monkeypatch.chdir(tmp_path)
+    assert refused(path="mine").hint == refused(path="mine.yaml").hint == "is pipelines/mine.yaml meant?"
+
+
 def test_files_that_are_not_there_are_told_at_once(files):
     task = "{path: no.jsonl, prompt: p, answer: a, verifier: exact}"
     told = refused(f"+tasks.mine={task}", "stages.base.config.data.tasks=[mine]", 'stages.base.inputs.init="path:no"')

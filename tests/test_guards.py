@@ -85,7 +85,7 @@ def test_a_paused_stage_saves_and_the_next_run_goes_on_to_the_same_weights(tmp_p
     saved = toy.stage(wanted, "sft").state_step()
     assert saved >= 4
     [text] = [text for text in told(notes) if "paused, saved" in text]
-    assert "watch.zero_gradient.action=warn" in text
+    assert "stages.sft.watch.zero_gradient.action=warn" in text
 
     assert toy.run(wanted, reporter=notes).done == ["sft", "after"]
     resumed = EventTail(toy.stage(wanted, "sft").attempts()[1].events).read()
@@ -133,9 +133,12 @@ def test_a_stage_that_is_being_paused_and_then_is_to_be_stopped_has_failed(tmp_p
 
 
 def test_a_stage_that_got_to_the_end_before_it_was_paused_is_done(tmp_path):
+    notes = toy.Notes()
     wanted = watched(tmp_path, {"plain": {"still_from": 12}}, zero_gradient={"steps": 1, "action": "pause"})
-    assert toy.run(wanted).done == ["sft"]
+    assert toy.run(wanted, reporter=notes).done == ["sft"]
     assert [alarm.rule for alarm in alarms(wanted)] == ["zero_gradient"]
+    [text] = [text for text in told(notes) if "zero_gradient at step 12" in text]
+    assert text.startswith("sft: watchdog: ")
 
 
 def test_a_worker_that_fails_by_itself_while_it_is_paused_has_failed(tmp_path):
