@@ -29,6 +29,14 @@ page is written by `tests/guards`: each fault below is planted there, and the sa
 
 Neither `gate` nor `watch` is in a stage's identity: change them under half-trained state and go on. Both may be set for
 the pipeline or for a stage.
+
+A question that could not be put is told as such, with its reason, and counts for nothing: models too large for a
+machine without a GPU, rewards by a model or an environment, tasks without reference answers.
+
+Not told: one wrong teacher that several routes share. Two exchanged specialists give themselves away, for each has
+moved further from the student on the other's prompts than its rightful teacher; alone, a specialist of another domain
+looks like a generalist that moved little there, and the few completions of the gate do not tell their accuracies apart.
+What a specialist is worth on its own prompts, its own evaluation says.
 """
 ASKED = {  # of the models
     "random_teacher": "the teacher's log-probabilities against -ln V",
