@@ -188,7 +188,7 @@ def model_files(folder: Path) -> tuple[list[Path], tuple[str, ...]]:
 def _json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise OpdctlError(f"{path} cannot be read: {error}", hint="name a folder in Hugging Face format") from error
     if not isinstance(found, dict):
         raise OpdctlError(f"{path} holds no JSON object", hint="copy the folder again")
@@ -237,7 +237,7 @@ def _tensors(path: Path) -> set[str]:
     try:
         entries = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
         end = max((int(entry["data_offsets"][1]) for entry in entries.values()), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError):
         entries, end = {}, -1
     if end != size - 8 - length:
         raise OpdctlError(f"{path}: not a whole safetensors file", hint="it was cut short or damaged; copy it again")

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from opdctl.errors import OpdctlError, StageRefused
 
@@ -51,6 +51,11 @@ class Record:
 
     def parent_ids(self) -> list[str | None]:
         return [parent.record_id for parent in self.parents]
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Is it one that a float holds, NaN and infinities included?"""
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) < 1 << 1000)
 
 
 def record_of(data: Any) -> Record | str:

@@ -24,7 +24,7 @@ from opdctl import processes
 from opdctl.backends.contract import EXIT_STOPPED, Event, StageResult
 from opdctl.backends.events import EventTail
 from opdctl.errors import OpdctlError, StageFailed
-from opdctl.records import read_json, write_json
+from opdctl.records import is_number, read_json, write_json
 from opdctl.secrets import redact
 from opdctl.store import Attempt, StageDir
 
@@ -201,7 +201,7 @@ def judge(stage: StageDir, worker: Worker, *, kind: str, target: int) -> StageRe
         raise _failure(code, attempt)
     if given is None:
         raise StageFailed("it ended with exit code 0 but left no result", hint=f"the log says more: {attempt.log}")
-    result = StageResult(**given)
+    result = _result(given, attempt)
     if result.step < target:
         what = STEPS.get(kind, "steps")
         raise StageFailed(
@@ -214,6 +214,14 @@ def judge(stage: StageDir, worker: Worker, *, kind: str, target: int) -> StageRe
             hint=f"look into {attempt.output}, and into the log: {attempt.log}",
         )
     return result
+
+
+def _result(given: Mapping[str, Any], attempt: Attempt) -> StageResult:
+    """A final metric that is no number is left out: gates and retention compare them. Its events have it."""
+    step, metrics = given["step"], given["metrics"]
+    if type(step) is not int or not isinstance(metrics, dict):
+        raise StageFailed("its result is damaged: it has no whole step, or no metrics", hint=f"see {attempt.log}")
+    return StageResult(step, {name: value for name, value in metrics.items() if is_number(value)})
 
 
 def _failure(code: int, attempt: Attempt) -> StageFailed:

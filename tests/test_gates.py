@@ -195,3 +195,17 @@ def test_the_plan_and_the_status_show_gates(workspace):
     assert notes["sft"].startswith("gate: loss 0.")
     assert notes["sft"].endswith("> max -1 (warn)")
     assert notes["a"] == ""
+
+
+@pytest.mark.parametrize("metric", ["text", "none", "nested", "huge"])
+def test_a_final_metric_that_is_no_number_breaks_its_gate_and_nothing_else(workspace, metric):
+    wanted = toy.pipeline(
+        {"sft": toy.sft(task="odd", gates=[gate(metric=metric)]), "apart": toy.sft(lr=0.3)},
+        knobs={"odd": {"odd_values": 1}, "plain": {"sleep_ms": 100}},
+    )
+    outcome = toy.run(wanted)
+    assert f"the stage has no metric '{metric}'" in outcome.failed["sft"]
+    assert {"sft", "apart"} <= {*outcome.done}
+    metrics = toy.stage(wanted, "sft").record().metrics
+    assert math.isnan(metrics["nan"])
+    assert metrics["loss"] > 0

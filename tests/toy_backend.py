@@ -71,7 +71,7 @@ def _train(spec, control, knobs):
     write_json(saved, {"step": step, "values": values})
     if "no_weights" not in knobs:
         _save(Path(spec.output), values)
-    return StageResult(step - knobs.get("short_by", 0), {"loss": values[0], "reward": values[1]})
+    return StageResult(step - knobs.get("short_by", 0), {"loss": values[0], "reward": values[1]} | _odd(knobs, step))
 
 
 def _eval(spec, control, knobs):
