@@ -180,8 +180,8 @@ def _status(run: RunDir) -> Status:
     return "FAILED" if any(ended and ended.status == "FAILED" for ended in last) else "KILLED"
 
 
-def end_stale(workspace: Workspace, working: Iterable[RunDir], *, dry_run: bool) -> list[str]:
-    """Runs that the workspace's own database has RUNNING, and that are not of the runs `working`: marked as killed.
+def end_stale(workspace: Workspace, works: Callable[[RunDir], bool], *, dry_run: bool) -> list[str]:
+    """Runs that the workspace's own database has RUNNING, and in which nobody `works`: marked as killed.
 
     Their names. Raises Unreachable where the database does not answer. On a server, which others use too, nobody can
     tell whose runs are dead; those of runs that are still here are set right when they are told.
@@ -189,11 +189,13 @@ def end_stale(workspace: Workspace, working: Iterable[RunDir], *, dry_run: bool)
     database = workspace.tracking_database
     if not database.exists():
         return []
-    living = {str(known["id"]) for run in working if (known := run.info.get("tracking")) and known.get("id")}
-    try:
+
+    def living() -> set[str]:
+        known = [run.info.get("tracking") or {} for run in workspace.runs() if works(run)]
+        return {str(tracking["id"]) for tracking in known if tracking.get("id")}
+
+    with server.asking():
         return server.end_stale(server.connect(f"sqlite:///{database}", database), living, dry_run=dry_run)
-    except server.errors() as error:
-        raise Unreachable(server.reason(error)) from error
 
 
 class Tracker:
@@ -240,7 +242,7 @@ class Tracker:
         with self._lock:
             self._open[stage.name] = stage
             self._running.add(stage.name)
-        if not self._thread.is_alive() and self._status is None:
+        if self._thread.ident is None:
             self._thread.start()
 
     def ended(self, stage: StageDir, attempt: Attempt, status: Status, message: str, record: Record | None) -> None:
@@ -268,11 +270,12 @@ class Tracker:
         deadline = time.monotonic() + wait_s
         while self._thread.is_alive() and time.monotonic() < deadline and not give_up():
             self._thread.join(timeout=0.05)
-        if (self._told or self._thread.ident is None) and not self._unended:
+        with self._lock:
+            waiting, running = ", ".join(self._open) or "the end of the run", bool(self._running)
+        if (self._told or self._thread.ident is None) and not (self._unended or running):
             with contextlib.suppress(OpdctlError):  # the next process looks once more, and finds nothing left to tell
                 self._run.write_info(tracking={"id": self._target.pipeline_run, "pending": False})
             return ""
-        waiting = ", ".join(self._open) or "the end of the run"
         why = f": {self._error}" if self._error else ""
         return (
             f"not yet in MLflow at {redact(self._target.uri)}: {waiting}{why}; "
@@ -287,9 +290,10 @@ class Tracker:
         while True:
             last = self._status is not None  # read before the work: all that it is about is on disk by now
             try:
-                writer = self._tell(writer, last)
+                with server.asking():
+                    writer = self._tell(writer, last)
                 failures, self._error = 0, ""
-            except server.errors() as error:
+            except Unreachable as error:
                 writer, failures = None, failures + 1  # a call may or may not have come through: look again
                 self._complain(error)
             if last:
@@ -302,12 +306,13 @@ class Tracker:
         writer = writer or Writer(self._target, self._complaints.put)
         with self._lock:
             stages, running = dict(self._open), set(self._running)
-        trouble: BaseException | None = None
+        trouble: Unreachable | None = None
         for name, stage in stages.items():
             try:
-                writer.sync(stage)
-            except server.errors() as error:  # one stage does not hold back the others
-                if server.is_away(error):
+                with server.asking():
+                    writer.sync(stage)
+            except Unreachable as error:  # one stage does not hold back the others
+                if error.away:
                     raise
                 trouble = trouble or error
                 continue
@@ -324,8 +329,8 @@ class Tracker:
             self._told = True
         return writer
 
-    def _complain(self, error: BaseException) -> None:
-        self._error = server.reason(error)
+    def _complain(self, error: Unreachable) -> None:
+        self._error = str(error)
         if not self._complained:
             self._complaints.put(
                 f"tracking: MLflow at {redact(self._target.uri)} does not answer as it should ({self._error}); "

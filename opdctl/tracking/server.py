@@ -1,5 +1,6 @@
 """The way to MLflow: a client that works, and what is to be thought of an error."""
 
+import contextlib
 import fcntl
 import logging
 import os
@@ -32,6 +33,11 @@ PAGE = 1000  # runs in one answer
 
 class Unreachable(Exception):
     """The tracking store does not answer as it should; the text says how."""
+
+    def __init__(self, told: str, *, away: bool = True) -> None:
+        """`away`: it was not even answered, or is asked to come again; then nobody knows whether it came through."""
+        super().__init__(told)
+        self.away = away
 
 
 @dataclass(frozen=True)
@@ -88,9 +94,17 @@ def search_runs(client: "MlflowClient", experiments: list[str], filter_string: s
             return
 
 
-def reason(error: BaseException) -> str:
-    """In one line, that may be shown."""
-    return redact(next(iter(str(error).splitlines()), "")) or type(error).__name__
+@contextlib.contextmanager
+def asking() -> Iterator[None]:
+    """Whatever goes wrong inside becomes Unreachable. MLflow raises errors of its own, of its database, of the network
+    and of whatever keeps its files (boto3's, ...), and no training, nor the thread that tells of it, ends for them."""
+    try:
+        yield
+    except Unreachable:
+        raise
+    except Exception as error:
+        told = redact(next(iter(str(error).splitlines()), "")) or type(error).__name__
+        raise Unreachable(told, away=_is_away(error)) from error
 
 
 def probe(client: "MlflowClient", run_id: str) -> None:
@@ -104,60 +118,49 @@ def send(client: "MlflowClient", run_id: str, items: list[Any], log: Callable[[l
     each. Raises where it is the server that cannot."""
     if not items:
         return []
-    error: BaseException
+    told = ""
     for _ in range(1 if len(items) > 1 else TRIES):
         try:
-            log(items)
-        except errors() as caught:
-            error = caught
-            if is_away(caught):
+            with asking():
+                log(items)
+        except Unreachable as error:
+            if error.away:
                 raise
+            told = str(error)
             probe(client, run_id)
         else:
             return []
     if len(items) == 1:
-        return [f"{items[0].key}: {reason(error)}"]
+        return [f"{items[0].key}: {told}"]
     middle = len(items) // 2
     return [line for half in (items[:middle], items[middle:]) for line in send(client, run_id, half, log)]
 
 
-def errors() -> tuple[type[BaseException], ...]:
-    """All that a server, a database, a network or an answer that is none can do to us; MLflow that cannot be imported,
-    and what its code makes of an answer that it does not expect, are among it."""
-    known = (OSError, ImportError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, Unreachable)
+def _is_away(error: BaseException | None) -> bool:
     try:
-        from alembic.util import CommandError
-        from google.protobuf.json_format import Error  # type: ignore[import-untyped]  # ships no types
         from mlflow.exceptions import MlflowException
-        from sqlalchemy.exc import SQLAlchemyError
-    except ImportError:
-        return known
-    return (*known, CommandError, Error, MlflowException, SQLAlchemyError)
-
-
-def is_away(error: BaseException | None) -> bool:
-    """Was it not even answered, or asked to come again? Then nobody knows whether it came through."""
-    from mlflow.exceptions import MlflowException
-    from requests import HTTPError, RequestException
+        from requests import HTTPError, RequestException
+    except ImportError:  # nothing can be asked
+        return True
 
     if isinstance(error, HTTPError) and error.response is not None:
         return error.response.status_code in AWAY
     if isinstance(error, MlflowException):
-        return error.error_code in ("TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EXCEEDED") or is_away(
+        return error.error_code in ("TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EXCEEDED") or _is_away(
             error.__cause__ or error.__context__
         )
-    return isinstance(error, RequestException | ConnectionError | TimeoutError | Unreachable)
+    return isinstance(error, RequestException | ConnectionError | TimeoutError)
 
 
-def end_stale(client: "MlflowClient", living: Collection[str], *, only: str = "", dry_run: bool = False) -> list[str]:
+def end_stale(client: "MlflowClient", living: Callable[[], Collection[str]], *, dry_run: bool = False) -> list[str]:
     """Mark as killed the runs of ours that are RUNNING without being one of the pipeline runs `living`; their names.
-    `only`: of this pipeline run alone."""
+    Who lives is asked afterwards: whoever has begun since is among them."""
     experiments = [experiment.experiment_id for experiment in client.search_experiments(max_results=PAGE)]
-    chosen = f" and tags.`opdctl.pipeline_run` = '{only}'" if only else ""
-    ended = []
-    for run in list(search_runs(client, experiments, f"attributes.status = 'RUNNING'{chosen}")):
+    found = list(search_runs(client, experiments, "attributes.status = 'RUNNING'"))
+    spared, ended = {"", *living()}, []  # without the tag: not ours
+    for run in found:
         tags = run.data.tags
-        if tags.get("opdctl.pipeline_run", "") in ("", *living):
+        if tags.get("opdctl.pipeline_run", "") in spared:
             continue
         ended.append(f"{tags.get('opdctl.run', '')} {tags.get('stage', '')}".strip() or run.info.run_id)
         if not dry_run:

@@ -21,7 +21,7 @@ from opdctl.store import Attempt, StageDir
 from opdctl.tracking import guards
 from opdctl.tracking.journal import Ending, Entry, Published, curves
 from opdctl.tracking.names import LONGEST_TAG, MARKER, Flat, cut, fit, flatten_metrics, flatten_params, safe_name
-from opdctl.tracking.server import Target, connect, errors, is_away, probe, reason, search_runs, send
+from opdctl.tracking.server import Target, Unreachable, asking, connect, probe, search_runs, send
 
 if TYPE_CHECKING:
     from mlflow.entities import Metric, Run
@@ -238,12 +238,13 @@ class Writer:
     def _store(self, run_id: str, name: str, store: Callable[[], object]) -> None:
         """A file. Where the server lives and its files' store does not, metrics and models are told without."""
         try:
-            store()
-        except errors() as error:
-            if is_away(error):
+            with asking():
+                store()
+        except Unreachable as error:
+            if error.away:
                 raise
             probe(self._client, run_id)
-            self._leave_out(run_id, [f"{name}: {reason(error)}"])
+            self._leave_out(run_id, [f"{name}: {error}"])
 
     def _leave_out(self, run_id: str, lines: list[str]) -> None:
         if lines:

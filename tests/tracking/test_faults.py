@@ -1,5 +1,6 @@
 """Whatever a tracking server or its database do: training goes on, and MLflow has every point once, in order, later."""
 
+import errno
 import json
 import shutil
 import sqlite3
@@ -17,7 +18,7 @@ from opdctl import runner, tracking
 from opdctl.repair import repair
 from opdctl.store import Workspace
 from opdctl.tracking import names
-from opdctl.tracking.server import connect
+from opdctl.tracking.server import connect, end_stale
 from opdctl.verdicts import Outcome, Verdict, write_verdicts
 
 # MLflow's own use of its libraries is not ours to mend
@@ -282,3 +283,80 @@ def test_of_two_runs_for_one_curve_the_fuller_stays(workspace, own, monkeypatch)
         client.create_run(experiment, tags={k: v for k, v in run.data.tags.items() if not k.startswith("mlflow.")})
     toy.run(wanted)
     assert_told(f"sqlite:///{own}", wanted)
+
+
+class Foreign(Exception):
+    """As the libraries of artifact stores raise, that MLflow passes through as it is."""
+
+
+def test_an_error_of_a_kind_that_nobody_foresaw_ends_neither_training_nor_telling(workspace, own, monkeypatch):
+    """Between two stages: a thread that had died could not be started again."""
+    monkeypatch.setattr(runner, "DRAIN_S", 120)
+    wanted, notes = (
+        toy.pipeline(
+            {"sft": toy.sft(), "odd": toy.sft("stage:sft", steps=3)}, tracking={"enabled": True, "experiment": "e"}
+        ),
+        toy.Notes(),
+    )
+    given = []
+
+    def failing(*of):
+        given.append(of)
+        if len(given) == 1:
+            raise Foreign("an endpoint of its own kind\nand more")
+        return connect(*of)
+
+    monkeypatch.setattr("opdctl.tracking.writer.connect", failing)
+    assert toy.run(wanted, reporter=notes).done == ["sft", "odd"]
+    assert any("does not answer as it should (an endpoint of its own kind)" in text for (text,) in notes.of("message"))
+    client = connect(f"sqlite:///{own}", own)
+    found = client.search_runs([client.get_experiment_by_name("e").experiment_id])
+    assert {run.info.status for run in found} == {"FINISHED"}
+    assert len(found) == 3
+
+
+def test_a_store_of_files_that_fails_in_its_own_way_holds_no_metric_back(workspace, own, monkeypatch):
+    monkeypatch.setattr(runner, "DRAIN_S", 120)
+
+    def failing(*of):
+        raise Foreign("upload failed")
+
+    monkeypatch.setattr("mlflow.MlflowClient.log_dict", failing)
+    wanted, notes = pipeline(), toy.Notes()
+    toy.run(wanted)
+    toy.run(wanted, reporter=notes)
+    assert_told(f"sqlite:///{own}", wanted)
+    assert any("does not take stage.yaml: upload failed" in text for (text,) in notes.of("message"))
+
+
+def test_a_stage_whose_worker_could_not_be_started_does_not_run_in_mlflow(workspace, own, monkeypatch):
+    def full(*of):
+        raise OSError(errno.EAGAIN, "no more processes")
+
+    monkeypatch.setattr(runner, "DRAIN_S", 120)
+    monkeypatch.setattr("opdctl.supervisor.forkserver.ensure_running", full)
+    wanted = toy.pipeline({"sft": toy.sft()}, tracking={"enabled": True, "experiment": "e"})
+    assert "no more processes" in toy.run(wanted).failed["sft"]
+    client = connect(f"sqlite:///{own}", own)
+    found = client.search_runs([client.get_experiment_by_name("e").experiment_id])
+    assert [run.info.status for run in found] == ["FAILED", "FAILED"]
+
+
+def test_a_run_that_begins_while_stale_ones_are_looked_for_lives(workspace, own):
+    client = connect(f"sqlite:///{own}", own)
+    experiment = client.create_experiment("e")
+    for number in ("1", "2"):
+        client.create_run(experiment, tags={"opdctl.pipeline_run": number, "opdctl.run": number})
+    asked = []
+
+    class Watched:
+        def __getattr__(self, name):
+            asked.append(name)
+            return getattr(client, name)
+
+    def living():
+        assert "search_runs" in asked
+        return {"2"}
+
+    assert end_stale(Watched(), living) == ["1"]
+    assert sorted(run.info.status for run in client.search_runs([experiment])) == ["KILLED", "RUNNING"]
