@@ -146,7 +146,7 @@ class _Execution:
         return replace(self._outcome, interrupted=self._interrupted or self._paused)
 
     def _tell_unsent(self) -> None:
-        for text in self._notifier.close():
+        for text in self._notifier.close(lambda: self._signals.count > 1):
             self._reporter.message(text)
 
     @property

@@ -97,7 +97,20 @@ def test_a_sharded_model_is_taken_whole(found, model):
     assert len(adopt(found, model, "base").record.files) == 6
 
 
+def deep(path):
+    path.write_bytes(b"[" * 200_000)
+
+
+def header(path, text):
+    path.write_bytes(struct.pack("<Q", len(text)) + text)
+
+
 REFUSED = {
+    "config.json cannot be read: maximum recursion": lambda folder: deep(folder / "config.json"),
+    "not a whole": lambda folder: header(folder / "model.safetensors", b"[" * 200_000),
+    "not a whole safetensors": lambda folder: header(
+        folder / "model.safetensors", b'{"w": {"data_offsets": [0, 1e999]}}'
+    ),
     "no such folder": lambda folder: os.rename(folder, folder.with_name("moved")),
     "config.json cannot be read": lambda folder: (folder / "config.json").unlink(),
     "names no model_type": lambda folder: (folder / "config.json").write_text("{}"),
