@@ -41,7 +41,7 @@ class Notifier:
     def tell(self, what: NotifyOn, stage: str, message: str) -> None:
         """`stage` is empty for the whole run."""
         settings = self._settings
-        if what not in settings.on or not (settings.command or settings.webhook):
+        if what not in settings.events or not (settings.command or settings.webhook):
             return
         when = datetime.now(UTC).isoformat(timespec="seconds")
         told = {"event": what, "stage": stage, "message": redact(message), "time": when, **self._context}

@@ -1,10 +1,11 @@
 """Files and overrides to a pipeline. What `expand` decides on plain trees is in test_pipeline.py."""
 
+import re
 from pathlib import Path
 
 import pytest
 
-from opdctl.config import load_pipeline
+from opdctl.config import builtin_folder, load_pipeline
 from opdctl.errors import ConfigError
 from opdctl.settings import TopKOpd
 
@@ -249,6 +250,20 @@ def test_a_bad_file_is_told_with_its_place(files, name, text, expected):
 
 def test_a_file_that_is_not_there_is_told_with_the_packaged_ones():
     assert "kimi_k3" in str(refused(path="kimi_k4"))
+
+
+def test_what_the_runbook_writes_around_stages_is_read_from_a_file(tmp_path):
+    """YAML reads some words as other than text: a key called `on` would be `true`."""
+    runbook = (Path(__file__).parent.parent / "runbooks" / "write-a-pipeline.md").read_text()
+    [block] = [text for text in re.findall(r"^```yaml\n(.*?)^```$", runbook, re.M | re.S) if text.startswith("gate:")]
+    packaged = (builtin_folder() / "pipelines" / "kimi_k3.yaml").read_text()
+    file = tmp_path / "around.yaml"
+    file.write_text(packaged.replace("\nname: ", f"\n{block}\nname: ", 1))
+    settings = load_pipeline(file).settings
+    assert (settings.watch.kl_high.above, settings.watch.kl_high.action) == (4, "pause")
+    assert settings.notify.command[0] == "sh"
+    assert settings.retention.keep_best.metric == "accuracy"
+    assert settings.gate.accept == ["origin"]
 
 
 def test_a_pipeline_of_the_workspace_is_not_found_by_its_name_alone_and_the_file_is_told(tmp_path, monkeypatch):

@@ -75,7 +75,7 @@ def test_a_webhook_gets_the_same_with_its_token(server, monkeypatch):
 
 
 def test_only_what_was_asked_for_is_told(tmp_path):
-    told = notifier(command=[sys.executable, "-c", WRITES, str(tmp_path / "told")], on=["failed"])
+    told = notifier(command=[sys.executable, "-c", WRITES, str(tmp_path / "told")], events=["failed"])
     told.tell("finished", "", "done")
     assert told.close() == []
     assert not (tmp_path / "told").exists()

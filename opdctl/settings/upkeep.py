@@ -50,7 +50,7 @@ class Notify(Settings):
     command: list[str] = []
     webhook: str | None = None  # http(s); a header with a secret comes from the environment: `webhook_token_env`
     webhook_token_env: str | None = None  # name of the variable whose value is sent as a bearer token
-    on: list[NotifyOn] = ["failed", "stopped", "finished", "refused"]
+    events: list[NotifyOn] = ["failed", "stopped", "finished", "refused"]
     timeout_s: Annotated[float, Field(gt=0, le=3600)] = 10.0
 
     @model_validator(mode="after")
