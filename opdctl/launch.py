@@ -153,7 +153,8 @@ class Launcher:
     def _there(self, given: Input) -> bool:
         if given.kind == "stage":
             return self._run.stage(given.target).record() is not None
-        return given.kind == "model" or Path(self._folder(given)).is_dir()
+        folder = Path(self._folder(given))  # of a repository that was not fetched its name
+        return given.kind == "model" or (folder.is_absolute() and folder.is_dir())
 
     def _stand_ins(self, item: PlannedStage) -> dict[str, str]:
         """Number of an input that is still to be made -> folder of the model that it begins with, "" for a new one."""

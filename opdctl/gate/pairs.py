@@ -61,7 +61,7 @@ def parties(spec: StageSpec) -> list[Party]:
         path, made = given.path, True
         if path and not Path(path).is_dir() and str(number) in stand_ins:
             path, made = stand_ins[str(number)], False
-        if path and Path(path).is_dir():
+        if Path(path).is_absolute() and Path(path).is_dir():  # the name of a repository is no folder
             found.append(Party(given, Files(Path(path)), made))
         elif not path and spec.new_model is not None:
             new = NewFiles(NewModel.model_validate(spec.new_model), Path(spec.workspace))

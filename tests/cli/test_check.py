@@ -9,6 +9,7 @@ from gate.models import edit, save
 from opdctl.cli.options import complete_checks
 from opdctl.store import Workspace
 
+HUB = f"hf:org/teacher@{'0' * 40}"
 SHAPE, WORDS = MODEL["shape"], MODEL["tokenizer"]["words"]
 
 
@@ -66,6 +67,19 @@ def test_what_is_in_order_is_counted_and_fits_the_terminal(call, pipeline, works
     assert "✓ in order: vocabulary 1, width 1" in out
     assert max(map(len, out.split("\n"))) <= 80
     assert not (workspace / "runs").exists()
+
+
+def test_a_folder_that_is_called_as_a_repository_is_not_taken_for_it(call, pipeline, workspace):
+    """`--files-only` fetches nothing, and compares nothing in its place."""
+    (workspace / "org").mkdir()
+    (workspace / "teacher").rename(workspace / "org" / "teacher")
+    name = pipeline()
+    edit(workspace / name, lambda tree: tree["stages"]["opd"]["inputs"]["teachers"][0].update(ref=HUB))
+    code, out, _ = call("check", name, "--files-only", "--json")
+    assert code == 0, out
+    judged = json.loads(out)["stages"]["opd"]
+    assert judged
+    assert not [one for one in judged if HUB in one["subject"]]
 
 
 def test_every_verdict_is_shown_on_request(call, pipeline):
