@@ -158,7 +158,7 @@ def test_a_longer_training_goes_on_in_the_same_run(tracked):
 def test_what_a_killed_orchestrator_left_running_is_set_right_by_the_next_run(tracked):
     with subprocess.Popen([sys.executable, toy.__file__, tracked, "tracked"], stdout=subprocess.DEVNULL) as process:
         deadline = time.monotonic() + 300
-        while not _any_running(tracked) and time.monotonic() < deadline:
+        while process.poll() is None and not _any_running(tracked) and time.monotonic() < deadline:
             time.sleep(0.05)
         process.kill()
     stale = [run for run in Store(tracked).runs("sft") if run.info.status == "RUNNING"]
