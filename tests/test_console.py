@@ -3,6 +3,7 @@
 import io
 import json
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,12 +12,14 @@ from rich.console import Console
 from opdctl.backends.contract import Event
 from opdctl.console import error_data, print_error, print_json
 from opdctl.console.fusion import report_view
+from opdctl.console.keep import sweep_view
 from opdctl.console.lineage import lineage_data, lineage_mermaid, lineage_tree
 from opdctl.console.live import LiveProgress, PlainProgress, Row, short_name, visible
 from opdctl.console.metrics import clock, duration, key_metrics, number
 from opdctl.console.tables import Check, StageLine, checks_data, checks_view, stages_table
 from opdctl.engine.scores import CellCounts, fusion_tables
 from opdctl.errors import ConfigError, OpdctlError
+from opdctl.garbage import Found, Sweep
 from opdctl.lineage import Edge, Node
 
 STAGES = {
@@ -352,3 +355,12 @@ def test_without_a_student_before_models_are_listed(report):
     text = render(report_view("eval", report | {"fusion": [], "normalised_score": {}, "roles": {}}))
     assert "sft" in text
     assert "58.3" in text  # (150 + 200) / 600
+
+
+def test_what_gc_says_of_long_names_leaves_room_for_the_reason_in_80_columns():
+    path = Path("runs/first/stages/high/domain=general_agents/checkpoints/20261130T174949-7cedbbaa1b83")
+    found = Found("checkpoint", path, "first", "high[domain=general_agents]", ("in force", "an ancestor"), 610_000)
+    text = render(sweep_view(Sweep((), (found,), (), 0), deleted=False, again=""))
+    assert "in force (and 1 more)" in text
+    assert "20261130T174949-7cedbbaa1b83" in text
+    assert max(map(len, text.splitlines())) <= 80

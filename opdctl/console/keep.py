@@ -16,6 +16,7 @@ from opdctl.ledger import Pin
 from opdctl.verify import Progress as Report
 from opdctl.verify import Verified
 
+NOTE = 22  # characters that a reason gets at least: `in force (and 5 more)`
 UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
@@ -49,6 +50,8 @@ def sweep_view(sweep: Sweep, *, deleted: bool, again: str) -> RenderableType:
 
 def _table(title: str, found: Sequence[Found]) -> RenderableType:
     table = grid(title, "size", "what", "note", right=("size",))
+    table.columns[-1].min_width = NOTE
+    table.columns[0].no_wrap, table.columns[0].overflow = False, "fold"  # where it is narrow, a long name gives way
     for item in found:
         place = f"{item.run}:{item.stage}" if item.stage else item.run or str(item.path)
         what = item.path.name if item.what == "checkpoint" else item.what
