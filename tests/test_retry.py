@@ -1,5 +1,6 @@
 """Which failures are tried again: by rule, and with workers that die at the toy backend's knobs."""
 
+import shutil
 import signal
 
 import pytest
@@ -42,6 +43,12 @@ def test_each_wait_is_longer_and_each_stage_has_its_own_count():
     waits = [retries.next("a", settings(), -9) for _ in range(4)]
     assert waits == [Again(2.0, 1, 3), Again(6.0, 2, 3), Again(18.0, 3, 3), None]
     assert retries.next("b", settings(), -9) == Again(2.0, 1, 3)
+
+
+def test_no_wait_is_longer_than_a_day_however_many_there_are():
+    retries = Retries()
+    longest = [retries.next("a", settings(attempts=100, wait_s=1e4, factor=100), -9) for _ in range(100)][-1]
+    assert longest == Again(86400.0, 100, 100)
 
 
 def test_a_failure_that_cannot_pass_uses_no_attempt_up():
@@ -135,3 +142,28 @@ def test_what_was_tried_again_is_one_curve(tmp_path):
     assert (outcome.done, attempts) == (["sft"], 2)
     [curve] = curves(toy.stage(wanted, "sft"))
     assert [entry.ended.status for _, entry in curve] == ["KILLED", "FINISHED"]
+
+
+def test_a_stage_whose_saved_state_is_gone_is_not_begun_anew_by_itself(tmp_path):
+    class Loses(toy.Notes):
+        def progress(self, stage, event):
+            if len(toy.stage(wanted, "sft").attempts()) == 2:
+                shutil.rmtree(toy.stage(wanted, "sft").state)
+
+    wanted = pipeline(tmp_path, {"kill_always_at": 5})
+    outcome = toy.run(wanted, reporter=Loses())
+    assert "was killed by SIGKILL" in outcome.failed["sft"]
+    assert len(toy.stage(wanted, "sft").attempts()) == 2
+
+
+def test_where_nothing_more_is_started_nothing_is_tried_again(tmp_path):
+    stages = {
+        "sft": toy.sft(steps=6),
+        "gated": toy.sft(task="slow", seed=1, gates=[{"metric": "loss", "max": -1, "action": "stop"}]),
+    }
+    knobs = {"plain": {"kill_at": 5}, "slow": {"sleep_ms": 200}}
+    wanted = toy.pipeline(stages, knobs=knobs, folder=tmp_path, retry={"wait_s": 2})
+    outcome = toy.run(wanted)
+    assert list(outcome.failed) == ["gated"]
+    assert outcome.not_run["sft"].startswith("gate of gated")
+    assert len(toy.stage(wanted, "sft").attempts()) == 1
