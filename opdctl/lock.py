@@ -19,7 +19,11 @@ from opdctl.secrets import command_line
 
 PATIENCE_S = 30.0  # that an orphaned worker gets to save its state
 UNSIGNED_S = 1.0  # that whoever took the lock gets to sign it
-UNKNOWN_S = 5.0  # that a worker gets which had not left its note yet: it notices by itself that nobody waits for it
+# That gets whoever had not left its note yet, and notices by itself that nobody waits for it: a worker, or the process
+# that forks them. Killed with its request to fork in flight, an orchestrator leaves the lock to the latter, which reads
+# it once its libraries are loaded: seconds, on a busy machine or a slow disk a minute.
+UNKNOWN_S = 180.0
+TELL_S = 5.0  # after which it is said what is waited for
 
 NOTED = ("pid", "pgid", "start", "boot")  # what a worker's note holds
 SIGNED = ("pid", "host", "started", "start", "boot")  # what the orchestrator's signature holds
@@ -96,7 +100,7 @@ def worker_lives(path: Path) -> bool:
 
 
 def _take(descriptor: int, path: Path, workers: Callable[[], Iterable[Path]], report: Callable[[str], None]) -> None:
-    start = time.monotonic()
+    start, told = time.monotonic(), False
     while not _try(descriptor):
         waited = time.monotonic() - start
         holder = read_json(path, *SIGNED)
@@ -107,6 +111,9 @@ def _take(descriptor: int, path: Path, workers: Callable[[], Iterable[Path]], re
             continue
         _refuse_if_alive(holder, path)
         _stop(workers(), report)
+        if waited > TELL_S and not told:
+            report(f"waiting for what an opdctl that ended was starting; it holds {path} (fuser -v shows who)")
+            told = True
         if waited > UNKNOWN_S and not _try(descriptor):
             raise RunBusy(
                 f"run '{path.parent.name}' is locked by a process that opdctl does not know",

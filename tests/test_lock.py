@@ -104,6 +104,26 @@ def test_a_recycled_process_number_is_never_signalled(run):
         bystander.wait()
 
 
+def test_a_lock_that_a_dead_orchestrator_left_to_what_it_was_starting_is_waited_for(run, monkeypatch):
+    """A request to fork a worker is in flight with the lock's descriptor, and read once the libraries are loaded."""
+    monkeypatch.setattr("opdctl.lock.TELL_S", 0.2)
+    code = (
+        "import subprocess, sys; from pathlib import Path; from opdctl.store import RunDir\n"
+        "with RunDir(Path(sys.argv[1])).lock() as held:\n"
+        "    subprocess.Popen(['sleep', sys.argv[2]], pass_fds=[held]); sys.stdout.close(); import os; os._exit(0)"
+    )
+    leave = [sys.executable, "-c", code, str(run.path)]
+    subprocess.run([*leave, "1"], check=True)
+    told = []
+    with run.lock(told.append):
+        pass
+    assert [text for text in told if "was starting" in text and str(run.path / ".lock") in text] == told != []
+    monkeypatch.setattr("opdctl.lock.UNKNOWN_S", 0.3)
+    subprocess.run([*leave, "2"], check=True)
+    with pytest.raises(RunBusy, match="a process that opdctl does not know"), run.lock():
+        pass
+
+
 def test_a_lock_file_that_says_nothing_is_still_a_lock(run, workspace, monkeypatch):
     monkeypatch.setattr("opdctl.lock.UNKNOWN_S", 0.1)
     with _holder(workspace) as process:
