@@ -109,7 +109,7 @@ def test_a_stopped_stage_saves_its_adapters_alone_and_ends_as_an_undisturbed_one
     with pytest.raises(Stopped):
         run(cut, Recorder(stop_at=1))
     state = load_file(next(Path(cut.state).glob("step-*")) / "state.safetensors")
-    assert all(".lora_" in name for name in state)
+    assert all(".lora_" in name for name in state if not name.startswith("extra."))  # of OPD: the canary
     run(cut)
     for name in ("model.safetensors", "adapter/adapter_model.safetensors", "adapter/adapter_config.json"):
         assert Path(cut.output, name).read_bytes() == Path(whole.output, name).read_bytes()

@@ -180,21 +180,21 @@ def rows(**settings: Any) -> dict[str, Any]:
         "prompt": "q",
         "answer": "a",
         "completion": "a",
-        "verifier": "graders:same",
+        "verifier": "planted_graders:same",
     } | settings
 
 
 def graded(verifier: str) -> Callable[[Path], dict[str, Any]]:
     def stage(folder: Path) -> dict[str, Any]:
         chains(folder, "rows.jsonl")
-        (folder / "graders.py").write_text(GRADERS)
+        (folder / "planted_graders.py").write_text(GRADERS)
         return world.reinforcement("rows" if verifier == "same" else f"rows-{verifier}", efforts=())
 
     return stage
 
 
 def grader(verifier: str, what: str) -> GateFault:
-    tasks = {"rows": rows(), f"rows-{verifier}": rows(verifier=f"graders:{verifier}")}
+    tasks = {"rows": rows(), f"rows-{verifier}": rows(verifier=f"planted_graders:{verifier}")}
     return GateFault(f"grader-{verifier}", what, "grader", "refuse", graded(verifier), graded("same"), tasks)
 
 
@@ -214,7 +214,7 @@ def routed_by_column(folder: Path, column: str) -> dict[str, Any]:
     """Rows of a file, of which the last ten are of another domain in the column `odd`."""
     given = chains(folder, "rows.jsonl")
     write(folder / "rows.jsonl", [row | {"plain": "x", "odd": "x" if i < 30 else "y"} for i, row in enumerate(given)])
-    (folder / "graders.py").write_text(GRADERS)
+    (folder / "planted_graders.py").write_text(GRADERS)
     stage = world.distillation("teacher", data={"tasks": ["routed"]})
     stage["inputs"]["teachers"] = [{"ref": "path:teacher", "route": {column: "x"}}]
     stage["config"]["route_by"] = [column]
@@ -227,7 +227,7 @@ def examined(folder: Path, task: str) -> dict[str, Any]:
     chains(folder, "other.jsonl", 40, 60)
     chains(folder, "leaked.jsonl", 0, 10)
     chains(folder, "new.jsonl", 60, 70)
-    (folder / "graders.py").write_text(GRADERS)
+    (folder / "planted_graders.py").write_text(GRADERS)
     config = {"data": {"tasks": ["rows", task]}, "rollout": world.ROLLOUT}
     exam = {"kind": "eval", "backend": "embedded", "inputs": {"models": ["stage:sft"]}, "config": config}
     return {"sft": world.imitation("rows", efforts=()), "exam": exam}
@@ -235,7 +235,7 @@ def examined(folder: Path, task: str) -> dict[str, Any]:
 
 def shown(folder: Path, column: str) -> dict[str, Any]:
     chains(folder, "rows.jsonl")
-    (folder / "graders.py").write_text(GRADERS)
+    (folder / "planted_graders.py").write_text(GRADERS)
     return world.imitation(f"shown-{column}", efforts=())
 
 
