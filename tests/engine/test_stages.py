@@ -181,7 +181,9 @@ def test_a_student_that_is_its_own_teacher_stays_where_it_is(tmp_path, start, fo
 @pytest.mark.parametrize("form", FORMS)
 def test_distillation_brings_the_student_to_its_teacher(tmp_path, start, other, form):
     record = Recorder()
-    spec = opd(tmp_path / "opd", start, teachers(other, other), FORMS[form], train=train(100, 8, optimizer={"lr": 5e-3}))
+    spec = opd(
+        tmp_path / "opd", start, teachers(other, other), FORMS[form], train=train(100, 8, optimizer={"lr": 5e-3})
+    )
     run(spec, record)
     gaps = [metrics["reverse_kl"] for _, metrics in record.events]
     assert sum(gaps[-10:]) < 0.6 * sum(gaps[:10])
