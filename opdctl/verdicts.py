@@ -55,13 +55,18 @@ def refuse(judged: Mapping[str, Sequence[Verdict]]) -> None:
     """Raises StageRefused with all that stops a stage, by the stage's name; "" for a stage that speaks for itself."""
     stopping = [(stage, verdict) for stage, verdicts in judged.items() for verdict in verdicts if verdict.stops]
     if stopping:
-        names = " ".join(f"--accept {name}" for name in dict.fromkeys(verdict.check for _, verdict in stopping))
         lines = [
             f"{stage}{': ' if stage else ''}the gate: {one.check}, {one.subject}: {one.outcome}: {one.evidence}; "
             f"{one.remedy}"
             for stage, one in stopping
         ]
-        raise StageRefused("\n".join(lines), hint=f"mend it, or take it as it is: {names}")
+        raise StageRefused("\n".join(lines), hint=way_out(verdict for _, verdict in stopping))
+
+
+def way_out(verdicts: Iterable[Verdict]) -> str:
+    """What can be done about those of them that stop a stage; empty where none does."""
+    names = dict.fromkeys(verdict.check for verdict in verdicts if verdict.stops)
+    return f"mend it, or take it as it is: {' '.join(f'--accept {name}' for name in names)}" if names else ""
 
 
 def write_verdicts(path: Path, key: str, verdicts: Sequence[Verdict]) -> None:

@@ -50,8 +50,8 @@ def check(
 ) -> None:
     """Ask whether the stages may start: models that do not fit together, teachers that cannot teach, data that mislead.
 
-    Files are looked at for all stages, models where all that a stage reads is there. Starts nothing. Exits 1 where
-    `run` would refuse.
+    Files are looked at for all stages, finished ones included, models where all that a stage reads is there. Starts
+    nothing. Exits 1 where a check refuses and is not accepted.
     """
     from opdctl.console import make_console, plural, print_json
     from opdctl.console.gate import gate_data, gate_view
@@ -59,6 +59,7 @@ def check(
     from opdctl.launch import Launcher
     from opdctl.plan import Decision
     from opdctl.preflight import check_data
+    from opdctl.verdicts import way_out
 
     planned = make(pipeline, overrides, run_name, None, only, accept, workspace)
     items = [item for item in planned.stages if item.decision is not Decision.SKIPPED]
@@ -68,7 +69,7 @@ def check(
     launcher = Launcher(planned, items, lambda text: told.print(text, soft_wrap=True), fetch=not files_only)
     judged = dict(launcher.judge_files())
     waiting = [] if files_only else _ask_models(launcher, items, judged)
-    ok = not any(verdict.stops for verdicts in judged.values() for verdict in verdicts)
+    remedy = way_out(verdict for verdicts in judged.values() for verdict in verdicts)
     if json:
         print_json({"pipeline": planned.pipeline.settings.name, "run": planned.run.name} | gate_data(judged))
     else:
@@ -82,9 +83,11 @@ def check(
             notes.append(
                 f"models not asked: {plural(len(waiting), 'stage')} with inputs still to be made; run asks them then"
             )
+        if remedy:
+            notes.append(remedy)
         title = f"{planned.pipeline.settings.name}, run {planned.run.name}"
         make_console().print(gate_view(title, judged, notes, everything=everything))
-    if not ok:
+    if remedy:
         raise typer.Exit(1)
 
 

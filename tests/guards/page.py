@@ -25,7 +25,7 @@ page is written by `tests/guards`: each fault below is planted there, and the sa
     opdctl run PIPELINE --accept CHECK        takes a refusal as it is; the lineage of what is published says so
     gate.enabled=false, gate.models=false     no gate; files only
     watch.RULE.action=off|warn|pause|stop     pause: saved, the next run goes on; stop: failed, its state kept
-    watch.enabled=false                       no watchdog
+    watch.enabled=false                       no watchdog; it goes on watching what was accepted at the gate
 
 Neither `gate` nor `watch` is in a stage's identity: change them under half-trained state and go on. Both may be set for
 the pipeline or for a stage.
