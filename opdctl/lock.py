@@ -19,11 +19,10 @@ from opdctl.secrets import command_line
 
 PATIENCE_S = 30.0  # that an orphaned worker gets to save its state
 UNSIGNED_S = 1.0  # that whoever took the lock gets to sign it
-# That gets whoever had not left its note yet, and notices by itself that nobody waits for it: a worker, or the process
-# that forks them. Killed with its request to fork in flight, an orchestrator leaves the lock to the latter, which reads
-# it once its libraries are loaded: seconds, on a busy machine or a slow disk a minute.
+# That gets the process that forks workers: an orchestrator killed with its request to fork in flight leaves the lock
+# to it, and it notices once its libraries are loaded: seconds, on a busy machine or a slow disk a minute.
 UNKNOWN_S = 180.0
-TELL_S = 5.0  # after which it is said what is waited for
+TELL_S = 5.0  # that a worker gets to leave its note; after that it is killed, or it is said what is waited for
 
 NOTED = ("pid", "pgid", "start", "boot")  # what a worker's note holds
 SIGNED = ("pid", "host", "started", "start", "boot")  # what the orchestrator's signature holds
@@ -111,15 +110,33 @@ def _take(descriptor: int, path: Path, workers: Callable[[], Iterable[Path]], re
             continue
         _refuse_if_alive(holder, path)
         _stop(workers(), report)
-        if waited > TELL_S and not told:
-            report(f"waiting for what an opdctl that ended was starting; it holds {path} (fuser -v shows who)")
-            told = True
+        if waited > TELL_S:
+            begun = _without_note(path, workers())
+            for pid in begun:
+                report(f"killing worker {pid}, which an opdctl that ended was starting")
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            if not begun and not told:
+                report(f"waiting for what an opdctl that ended was starting; it holds {path} (fuser -v shows who)")
+                told = True
         if waited > UNKNOWN_S and not _try(descriptor):
             raise RunBusy(
                 f"run '{path.parent.name}' is locked by a process that opdctl does not know",
                 hint=f"find it with: fuser -v {path}",
             )
         time.sleep(0.05)
+
+
+def _without_note(path: Path, notes: Iterable[Path]) -> list[int]:
+    """Workers that hold the lock and left no note, for they were stopped or got no time: they have done nothing yet."""
+    known = {note["pid"] for each in notes if (note := read_json(each, *NOTED))}
+    lock, found = os.path.realpath(path), []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it ended, or is another user's
+            forked = b"multiprocessing.forkserver" in (process / "cmdline").read_bytes()
+            if forked and any(os.readlink(file) == lock for file in (process / "fd").iterdir()):
+                found.append(int(process.name))
+    return [pid for pid in found if pid not in known and pid != os.getpid()]
 
 
 def _try(descriptor: int) -> bool:

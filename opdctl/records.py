@@ -150,11 +150,16 @@ def write_json(path: Path, value: Any) -> None:
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         staging = path.with_name(f".{path.name}.part")
-        with staging.open("w") as handle:
-            handle.write(text)
-            handle.flush()
-            os.fsync(handle.fileno())
-        os.replace(staging, path)
+        try:
+            with staging.open("w") as handle:
+                handle.write(text)
+                handle.flush()
+                os.fsync(handle.fileno())
+            os.replace(staging, path)
+        except OSError:
+            with contextlib.suppress(OSError):  # half a file helps nobody, least of all on a full disk
+                staging.unlink()
+            raise
         sync(path.parent)
 
 

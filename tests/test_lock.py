@@ -1,5 +1,6 @@
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -104,24 +105,45 @@ def test_a_recycled_process_number_is_never_signalled(run):
         bystander.wait()
 
 
+LEAVING = """
+import os, subprocess, sys
+from pathlib import Path
+from opdctl.store import RunDir
+with RunDir(Path(sys.argv[1])).lock() as held:
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    print(subprocess.Popen(sys.argv[2:], pass_fds=[held], **quiet).pid, flush=True)
+    os._exit(0)
+"""
+
+
+def leave_lock_to(run, *command) -> int:
+    """An orchestrator dies, and a process that left no note holds its lock; its number."""
+    command = [sys.executable, "-c", LEAVING, str(run.path), *command]
+    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
 def test_a_lock_that_a_dead_orchestrator_left_to_what_it_was_starting_is_waited_for(run, monkeypatch):
     """A request to fork a worker is in flight with the lock's descriptor, and read once the libraries are loaded."""
     monkeypatch.setattr("opdctl.lock.TELL_S", 0.2)
-    code = (
-        "import subprocess, sys; from pathlib import Path; from opdctl.store import RunDir\n"
-        "with RunDir(Path(sys.argv[1])).lock() as held:\n"
-        "    subprocess.Popen(['sleep', sys.argv[2]], pass_fds=[held]); sys.stdout.close(); import os; os._exit(0)"
-    )
-    leave = [sys.executable, "-c", code, str(run.path)]
-    subprocess.run([*leave, "1"], check=True)
+    leave_lock_to(run, "sleep", "1")
     told = []
     with run.lock(told.append):
         pass
     assert [text for text in told if "was starting" in text and str(run.path / ".lock") in text] == told != []
     monkeypatch.setattr("opdctl.lock.UNKNOWN_S", 0.3)
-    subprocess.run([*leave, "2"], check=True)
+    leave_lock_to(run, "sleep", "2")
     with pytest.raises(RunBusy, match="a process that opdctl does not know"), run.lock():
         pass
+
+
+def test_a_worker_that_was_stopped_before_it_left_its_note_is_killed(run, monkeypatch):
+    monkeypatch.setattr("opdctl.lock.TELL_S", 0.2)
+    pid = leave_lock_to(run, sys.executable, "-c", "import time; time.sleep(60)  # multiprocessing.forkserver")
+    os.kill(pid, signal.SIGSTOP)
+    told = []
+    with run.lock(told.append):
+        assert lock.process_start(pid) is None
+    assert told == [f"killing worker {pid}, which an opdctl that ended was starting"]
 
 
 def test_a_lock_file_that_says_nothing_is_still_a_lock(run, workspace, monkeypatch):

@@ -14,6 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from opdctl.backends.events import EventTail
 from opdctl.records import Parent, read_json
 from opdctl.store import Attempt, Record, StageDir, write_json
 
@@ -66,8 +67,26 @@ def begin(stage: StageDir, attempt: Attempt, entry: Entry, *, resumed: bool) -> 
         same = (last.fingerprint, last.parents) == (entry.fingerprint, entry.parents)
         if not finished and (resumed or same):
             entry = replace(entry, curve=last.curve)
+    for other in _untold(stage, attempt) if resumed else []:
+        seen = other.events.stat().st_mtime
+        ending = Ending("KILLED", seen, "it was noted by the attempt that went on from it")
+        write_json(_file(other), asdict(replace(entry, attempt=other.number, ended=ending)))
     for path in (_begun(attempt), _file(attempt)):
         write_json(path, asdict(entry))
+
+
+def _untold(stage: StageDir, attempt: Attempt) -> list[Attempt]:
+    """Attempts whose state this one goes on from, and that could not be noted when they started: the disk was full."""
+    published = max((_created(record) for record in stage.records()), default=-math.inf)
+    found: list[Attempt] = []
+    for other in reversed([one for one in stage.attempts() if one.number < attempt.number]):
+        first = next((events[0] for events in EventTail(other.events).parts() if events), None)
+        if _read(other) is not None or (first is not None and other.events.stat().st_mtime <= published):
+            break
+        found += [other] if first is not None else []
+        if first is not None and first.step <= 1:
+            break
+    return found
 
 
 def end(attempt: Attempt, ending: Ending) -> None:

@@ -149,10 +149,9 @@ def small_disk(scene: Scene) -> None:
         running.until(scene.at)
         ballast = scene.workspace / "ballast"
         left = scene.draw.choice((0, 0, 4096, 30_000))
-        with ballast.open("wb") as stream, contextlib.suppress(OSError):
+        with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as stream:
             while True:
                 stream.write(bytes(65536))
-                stream.flush()
         os.truncate(ballast, max(0, ballast.stat().st_size - left))
         if running.over():
             raise Missed("the run was over")

@@ -234,3 +234,16 @@ def test_a_damaged_entry_loses_no_step_and_begins_no_second_curve(tracked, empty
     assert (store.steps("a"), store.steps("b")) == ([1, 2, 3], [1, 2, 3, 4, 5, 6])
     assert {store.run(stage).info.status for stage in (None, "a", "b")} == {"FINISHED"}
     assert store.model("a").source_run_id == store.run("a").info.run_id
+
+
+def test_steps_of_an_attempt_that_could_not_be_noted_are_told_by_the_one_that_goes_on(tracked):
+    """As when the disk was full for a moment."""
+    stages = {"a": toy.sft(steps=6, task="faulty")}
+    off = {"tracking": {"enabled": False}}
+    knobs = {"faulty": {"crash_at": 5}}
+    assert "a" in toy.run(toy.pipeline(stages, knobs=knobs, **off)).failed
+    wanted = toy.pipeline(stages, knobs=knobs, **ON)
+    assert toy.run(wanted).done == ["a"]
+    store = Store(tracked)
+    assert store.steps("a") == [1, 2, 3, 4, 5, 6]
+    assert store.run("a").info.status == "FINISHED"
