@@ -38,7 +38,7 @@ def main(numbers: list[int]) -> int:
                 if verdicts[-1].survived:
                     shutil.rmtree(folder / f"drill-{drill.number}", ignore_errors=True)
         except KeyboardInterrupt:
-            verdicts += [Verdict(drill, skipped="interrupted") for drill in waiting.values()]
+            verdicts += [Verdict(drill, skipped=report.INTERRUPTED) for drill in waiting.values()]
             pool.shutdown(wait=False, cancel_futures=True)
     lost = sorted(one.drill.number for one in verdicts if not one.survived)
     if not numbers:

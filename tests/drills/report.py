@@ -10,6 +10,7 @@ from drills.drill import Verdict
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "docs" / "drills.md"
+INTERRUPTED = "interrupted"
 HEAD = """# Failure drills
 
 Written by `make drills` (seed {seed}; `tests/drills`) at commit {commit}. Each drill runs a small pipeline (SFT, two
@@ -79,6 +80,12 @@ def _rest(verdicts: Sequence[Verdict]) -> str:
     lost = [
         f"- not survived: drill {one.drill.name}: {'; '.join(one.problems[:3])}" for one in verdicts if one.problems
     ]
-    left = [f"- not carried out: drill {one.drill.name}: {one.skipped}" for one in verdicts if one.skipped]
+    left = [
+        f"- not carried out: drill {one.drill.name}: {one.skipped}"
+        for one in verdicts
+        if one.skipped not in ("", INTERRUPTED)
+    ]
+    if cut := sum(one.skipped == INTERRUPTED for one in verdicts):
+        left.append(f"- not carried out: {cut} drills, for it was interrupted")
     lines = [line.replace("\n", " ") for line in (*lost, *left)]
     return "\n".join(lines) + "\n\n" if lines else ""

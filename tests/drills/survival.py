@@ -91,6 +91,7 @@ def points(scene: Scene) -> tuple[Points, list[str]]:
     as `stage`, `stage (2)`, ..."""
     found: Points = {}
     wrong: list[str] = []
+    killed: dict[str, str] = {}
     with sqlite3.connect(f"file:{scene.workspace / 'mlflow.db'}?mode=ro", uri=True) as database:
         runs = database.execute(
             "select r.run_uuid, r.status, t.value from runs r left join tags t"
@@ -104,14 +105,21 @@ def points(scene: Scene) -> tuple[Points, list[str]]:
             while name in found:
                 name, number = f"{stage} ({number})", number + 1
             if status != "FINISHED":
-                wrong.append(f"MLflow: {name} is {status}")
+                killed[name] = status
             found[name] = {}
             rows = database.execute("select key, step, value from metrics where run_uuid = ? order by step", (uuid,))
             for key, step, value in rows:
                 found[name].setdefault(key, []).append((step, value))
         if len([stage for *_, stage in runs if stage is None]) != 1:
             wrong.append("MLflow: not one run of the pipeline")
+    wrong += [f"MLflow: {name} is {status}" for name, status in killed.items() if not _given_up(scene, name, found)]
     return found, wrong
+
+
+def _given_up(scene: Scene, name: str, found: Points) -> bool:
+    """Is it of a training that was begun from a checkpoint which was destroyed, and another was begun since?"""
+    stage = name.partition(" (")[0]
+    return stage in scene.repeated and name != [other for other in found if other.partition(" (")[0] == stage][-1]
 
 
 def _metrics(scene: Scene) -> Iterator[str]:
@@ -125,6 +133,8 @@ def _metrics(scene: Scene) -> Iterator[str]:
             continue
         if name not in found:
             yield f"MLflow: {name} is missing"
+            continue
+        if _given_up(scene, name, found):
             continue
         for metric in sorted({*found[name], *expected[stage]}):
             yield from _compare(scene, stage, metric, found[name].get(metric, []), expected[stage].get(metric, []))
