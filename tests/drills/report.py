@@ -1,6 +1,7 @@
 """The table of all drills, docs/drills.md."""
 
 import os
+import re
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from drills.drill import Verdict
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "docs" / "drills.md"
 INTERRUPTED = "interrupted"
+FOLDER = re.compile(r"\S*/drills-[^/\s]+/")  # of the drills: another each time
 HEAD = """# Failure drills
 
 Written by `make drills` (seed {seed}; `tests/drills`) at commit {commit}. Each drill runs a small pipeline (SFT, two
@@ -87,5 +89,5 @@ def _rest(verdicts: Sequence[Verdict]) -> str:
     ]
     if cut := sum(one.skipped == INTERRUPTED for one in verdicts):
         left.append(f"- not carried out: {cut} drills, for it was interrupted")
-    lines = [line.replace("\n", " ") for line in (*lost, *left)]
+    lines = [FOLDER.sub(".../", line.replace("\n", " ")) for line in (*lost, *left)]
     return "\n".join(lines) + "\n\n" if lines else ""
