@@ -44,7 +44,10 @@ def table(verdicts: Sequence[Verdict], how: How) -> str:
     rows: dict[str, list[Verdict]] = {}
     for one in sorted(verdicts, key=lambda one: one.drill.number):
         rows.setdefault(one.drill.kind.row, []).append(one)
-    lines = ["| fault | drills | survived | healed | remedied | seconds, mean |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| fault | drills | carried out | survived | healed | remedied | seconds, mean |",
+        "|---|---|---|---|---|---|---|",
+    ]
     lines += [_row(name, rows[name]) for name in _in_order(rows)]
     lines.append(_row("**all**", verdicts))
     count = {name: sum(one.drill.subject == name for one in verdicts) for name in ("toy", "engine")}
@@ -70,10 +73,11 @@ def _in_order(rows: dict[str, list[Verdict]]) -> list[str]:
 
 
 def _row(name: str, verdicts: Sequence[Verdict]) -> str:
-    survived = [one for one in verdicts if one.survived]
+    ran = [one for one in verdicts if not one.skipped]
+    survived = [one for one in ran if one.survived]
     remedied = sum(bool(one.remedies) for one in survived)
-    mean = sum(one.seconds for one in verdicts) / len(verdicts)
-    cells = [len(verdicts), len(survived), len(survived) - remedied, remedied, f"{mean:.0f}"]
+    mean = f"{sum(one.seconds for one in ran) / len(ran):.0f}" if ran else ""
+    cells = [len(verdicts), len(ran), len(survived), len(survived) - remedied, remedied, mean]
     return f"| {name} | {' | '.join(str(cell) for cell in cells)} |"
 
 
