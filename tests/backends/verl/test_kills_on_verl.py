@@ -72,7 +72,6 @@ class Run:
             "workers": {"verl": {"python": str(PYTHON), "device": "cpu", "stall_timeout_s": self.stall_timeout_s}},
             "tracking": {"enabled": False},
             "gate": {"enabled": False},  # an untrained model solves nothing, and that would be refused
-            "retry": {"attempts": 0},
             "retry": {"attempts": 0},  # what a kill does is looked at before anything goes on
             "stages": {"it": {**self.stage, "config": {**self.stage["config"], "train": train}}},
         }
