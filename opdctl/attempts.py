@@ -1,7 +1,9 @@
 """One start of a stage's worker: its folder, and who works in it."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from opdctl import lock
 
@@ -30,6 +32,22 @@ class Attempt:
     def alarms(self) -> Path:
         """The watchdog's, a JSON object a line."""
         return self.path / "alarms.jsonl"
+
+    def read_alarms(self) -> list[dict[str, Any]]:
+        """Whole ones; a line that a kill cut or the disk damaged is passed over."""
+        try:
+            lines = self.alarms.read_text(errors="replace").splitlines()
+        except OSError:
+            return []
+        found = []
+        for line in lines:
+            try:
+                alarm = json.loads(line)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(alarm, dict):
+                found.append(alarm)
+        return found
 
     @property
     def worker(self) -> Path:

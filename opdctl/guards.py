@@ -118,8 +118,7 @@ class Guards:
             self.refused.add(stage)
         for verdict in verdicts:
             if verdict.outcome != "go" and not verdict.stops:
-                what = f"accepted, {verdict.outcome}" if verdict.accepted else str(verdict.outcome)
-                yield Order(stage, "tell", f"gate: {verdict.check} ({what}): {verdict.evidence}")
+                yield Order(stage, "tell", f"gate: {verdict.check} ({verdict.told}): {verdict.evidence}")
 
     def _order(self, stage: str, one: _Guarded, alarm: Alarm) -> Order:
         with contextlib.suppress(OSError):  # of a full disk: it is told all the same

@@ -37,6 +37,11 @@ class Verdict:
     def stops(self) -> bool:
         return self.outcome.refuses and not self.accepted
 
+    @property
+    def told(self) -> str:
+        """`warn`; `accepted, refuse`"""
+        return f"accepted, {self.outcome}" if self.accepted else str(self.outcome)
+
 
 def unasked(check: GateCheck, subject: str, reason: str, outcome: Outcome = Outcome.GO, remedy: str = "") -> Verdict:
     """Of a question that was not put."""

@@ -12,6 +12,7 @@ import pytest
 import toy
 from checkpoints import begin, output
 from kept import declare, must_stay, publish
+from killing import CHANGING, Killed, kill_at
 
 from opdctl.errors import RunBusy, StageRefused
 from opdctl.garbage import collect, survey
@@ -21,7 +22,7 @@ from opdctl.records import RECORD
 from opdctl.store import Workspace
 from opdctl.verify import Verifier
 
-CHANGING = ("replace", "rename", "unlink", "rmdir", "mkdir", "open", "utime", "fsync", "symlink", "link")
+CALLS = (*CHANGING, "utime")
 
 
 @pytest.fixture
@@ -89,25 +90,6 @@ def _used(folder: Path) -> int:
 # --------------------------------------------------------------------------------------------------------- kills
 
 
-class Killed(BaseException):
-    """Stands for SIGKILL."""
-
-
-def _killed_at(patch, number: int) -> None:
-    count = iter(range(10**9))
-
-    def dying(real):
-        def call(*args, **kwargs):
-            if next(count) == number:
-                raise Killed
-            return real(*args, **kwargs)
-
-        return call
-
-    for name in CHANGING:
-        patch.setattr(os, name, dying(getattr(os, name)))
-
-
 def test_a_kill_at_any_call_of_gc_leaves_a_whole_workspace_and_the_next_gc_ends_the_work(found):
     base = publish(found, "a", "sft", at=0)
     child = publish(found, "a", "max[domain=math]", [base.id], at=1)
@@ -121,7 +103,7 @@ def test_a_kill_at_any_call_of_gc_leaves_a_whole_workspace_and_the_next_gc_ends_
         shutil.rmtree(found.path / "runs")
         shutil.copytree(template / "runs", found.path / "runs", symlinks=True)
         with pytest.MonkeyPatch.context() as patch:
-            _killed_at(patch, number)
+            kill_at(patch, number, CALLS)
             try:
                 collect(found)
                 done = True

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import toy
 from checkpoints import begin, output, record, weights
+from killing import CHANGING, Killed
 
 from opdctl.repair import repair
 from opdctl.store import StageDir, Workspace, write_json
@@ -20,11 +21,6 @@ from opdctl.verify import Verifier
 
 # MLflow's own use of its libraries is not ours to mend
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::PendingDeprecationWarning")
-CHANGING = ("replace", "symlink", "unlink", "rmdir", "mkdir", "fsync", "open", "link", "rename")
-
-
-class Killed(BaseException):
-    """Stands for SIGKILL: nothing that the code does afterwards may be needed."""
 
 
 @contextmanager

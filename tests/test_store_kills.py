@@ -1,7 +1,6 @@
 """SIGKILL between any two system calls of the store loses nothing finished and makes nothing half-done believed."""
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -9,32 +8,9 @@ from pathlib import Path
 
 import pytest
 from checkpoints import begin, output, record, weights
+from killing import Killed, kill_at
 
 from opdctl.store import Workspace, write_json
-
-
-class Killed(BaseException):
-    """Stands for SIGKILL: nothing that the code does afterwards may be needed."""
-
-
-CHANGING = ("replace", "symlink", "unlink", "rmdir", "mkdir", "fsync", "open", "link", "rename")
-
-
-def _killed_at(monkeypatch, number: int):
-    """The number-th call that changes or flushes something on disk dies before it does."""
-    count = iter(range(10**9))
-
-    def dying(real):
-        def call(*args, **kwargs):
-            if next(count) == number:
-                raise Killed
-            return real(*args, **kwargs)
-
-        return call
-
-    for name in CHANGING:
-        monkeypatch.setattr(os, name, dying(getattr(os, name)))
-    return count
 
 
 def test_a_kill_at_any_call_of_publish_leaves_the_old_checkpoint_or_the_new(workspace):
@@ -45,7 +21,7 @@ def test_a_kill_at_any_call_of_publish_leaves_the_old_checkpoint_or_the_new(work
         begin(stage, {"seed": 1})
         folder, done = output(stage, "new!"), False
         with pytest.MonkeyPatch.context() as patch:
-            _killed_at(patch, number)
+            kill_at(patch, number)
             try:
                 stage.publish(folder, record("r2", identity={"seed": 1}))
                 done = True
@@ -74,7 +50,7 @@ def test_a_kill_at_any_call_of_reuse_leaves_a_checkpoint(workspace):
         stage = Workspace(workspace).run(f"run{number}").stage("sft")
         stage.publish(output(stage, "old"), record("r1"))
         with pytest.MonkeyPatch.context() as patch:
-            _killed_at(patch, number)
+            kill_at(patch, number)
             try:
                 stage.reuse(other)
                 return
@@ -89,7 +65,7 @@ def test_a_kill_at_any_call_of_write_json_leaves_the_old_or_the_new(workspace):
     for number in range(20):
         write_json(path, "old")
         with pytest.MonkeyPatch.context() as patch:
-            _killed_at(patch, number)
+            kill_at(patch, number)
             try:
                 write_json(path, "new")
                 return

@@ -1,9 +1,7 @@
 """What the gate and the watchdog left beside an attempt, as MLflow is told it: tags to search by, and the files."""
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from opdctl.store import Attempt
 from opdctl.tracking.names import LONGEST_TAG, cut, fit
@@ -37,9 +35,9 @@ def tags(attempt: Attempt) -> dict[str, str]:
         for verdict in verdicts:
             if verdict.outcome != "go":
                 key = fit(f"gate.{verdict.check}")
-                text = f"{verdict.subject}: {_outcome(verdict)}: {verdict.evidence}"
+                text = f"{verdict.subject}: {verdict.told}: {verdict.evidence}"
                 told[key] = cut(f"{told[key]}\n{text}" if key in told else text, LONGEST_TAG)
-    if alarms := _alarms(attempt.alarms):
+    if alarms := [alarm for alarm in attempt.read_alarms() if "rule" in alarm]:
         told["watch"] = str(len(alarms))
         for alarm in alarms:
             text = f"{alarm.get('action')} at step {alarm.get('step')}: {alarm.get('evidence')}"
@@ -47,27 +45,6 @@ def tags(attempt: Attempt) -> dict[str, str]:
     return told
 
 
-def _outcome(verdict: Verdict) -> str:
-    return f"accepted, {verdict.outcome}" if verdict.accepted else str(verdict.outcome)
-
-
 def _worst(verdicts: Iterable[Verdict]) -> str:
     order = ["go", "warn", "accepted, cold start first", "accepted, refuse", "cold start first", "refuse"]
-    return max((_outcome(verdict) for verdict in verdicts), key=order.index, default="go")
-
-
-def _alarms(path: Path) -> list[dict[str, Any]]:
-    """Whole lines; one that was cut by a kill is passed over."""
-    try:
-        lines = path.read_text(errors="replace").splitlines()
-    except OSError:
-        return []
-    found = []
-    for line in lines:
-        try:
-            alarm = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(alarm, dict) and "rule" in alarm:
-            found.append(alarm)
-    return found
+    return max((verdict.told for verdict in verdicts), key=order.index, default="go")

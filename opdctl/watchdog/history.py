@@ -5,7 +5,6 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 
 from opdctl.backends.contract import Event
 from opdctl.backends.events import EventTail
@@ -24,7 +23,7 @@ def alarms_of(stage: StageDir) -> list[tuple[int, Alarm]]:
     attempts = stage.attempts()
     if not any(attempt.alarms.exists() for attempt in attempts):  # events are long
         return []
-    return [(attempt.number, alarm) for attempt in _curve(attempts) for alarm in _read(attempt.alarms)]
+    return [(attempt.number, alarm) for attempt in _curve(attempts) for alarm in _read(attempt)]
 
 
 def earlier_events(stage: StageDir, attempt: Attempt, resume_step: int | None) -> Iterator[Event]:
@@ -57,15 +56,10 @@ def _steps(attempt: Attempt) -> Iterator[Event]:
     return (event for part in EventTail(attempt.events).parts() for event in part if event.phase == "train")
 
 
-def _read(path: Path) -> Iterator[Alarm]:
-    try:
-        lines = path.read_text(errors="replace").splitlines()
-    except FileNotFoundError:
-        return
-    for line in lines:
+def _read(attempt: Attempt) -> Iterator[Alarm]:
+    for given in attempt.read_alarms():
+        given.pop("time", None)
         try:
-            given = json.loads(line)
-            given.pop("time", None)
             yield Alarm(**{**given, "causes": tuple(given["causes"])})
-        except (ValueError, TypeError, KeyError, AttributeError):
+        except (TypeError, KeyError):
             continue
