@@ -3,6 +3,7 @@
 `student` has learned a little; `teacher` has learned a little more, from it; both are of two layers and 49 words.
 """
 
+import contextlib
 import json
 import shutil
 from collections.abc import Callable, Mapping
@@ -112,7 +113,8 @@ def verdicts(wanted: Pipeline) -> list[Verdict]:
     for item in plan.stages:
         spec = launcher.draft(item)
         if not spec.gate["missing"] and not any(verdict.stops for verdict in found):
-            found += check_models(spec, GateSettings.model_validate(spec.gate["settings"]), Recorder())
+            with contextlib.chdir(wanted.folder):  # where a stage runs, and finds its own verifiers
+                found += check_models(spec, GateSettings.model_validate(spec.gate["settings"]), Recorder())
     return found
 
 
