@@ -296,8 +296,8 @@ class RunDir:
         """Empty where the run has not started, or the file was damaged."""
         found = read_json(self.path / "pipeline.yaml", "stages") or {}
         stages = found.get("stages")
-        whole = isinstance(stages, dict) and all(isinstance(stage, dict) for stage in stages.values())
-        return found if whole else {}
+        whole = isinstance(stages, dict) and all(isinstance(one, dict) for one in stages.values())
+        return found if whole and isinstance(found.get("tracking", {}), dict) else {}
 
     @property
     def damaged(self) -> bool:

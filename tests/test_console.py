@@ -3,6 +3,7 @@
 import io
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -147,6 +148,14 @@ def test_plain_progress_prints_a_start_an_end_and_a_line_every_five_seconds():
     assert lines[-1] == "sft: done, 120 steps in 15 s, loss 0.010"
 
 
+def test_a_long_refusal_takes_one_line_among_the_others_and_is_kept_whole_for_the_end():
+    console = terminal(color=False)
+    display = PlainProgress(STAGES, console, Clock())
+    display.failed("sft", "1 of 3 checks refuses:\n  routing: 4 rows", "")
+    assert console.file.getvalue() == "sft: failed: 1 of 3 checks refuses: ...\n"
+    assert display.failures[0].message == "1 of 3 checks refuses:\n  routing: 4 rows"
+
+
 def test_time_left_is_measured_from_the_start_of_the_attempt():
     row = Row("sft", "sft", "running")
     row.progress(Event(800, 900, {}, time=100.0), 100.0)  # resumed: the first 799 steps took no time here
@@ -281,6 +290,11 @@ def test_lineage_as_mermaid_has_every_edge_once():
     assert text.startswith("flowchart TD\n")
     assert text.count("-->") == 5
     assert 'n1["max[domain=general]<br/>rlvr, step 120"]' in text
+
+
+def test_lineage_as_mermaid_names_the_checks_that_were_accepted():
+    node = replace(NODES["m"], accepted=["distance", "origin"])
+    assert '"mopd<br/>opd, step 80, accepted: distance, origin"' in lineage_mermaid({"m": replace(node, parents=[])})
 
 
 def test_lineage_as_data_names_roots_and_parents():

@@ -298,12 +298,8 @@ def test_state_without_an_owner_and_half_written_files_are_removed(workspace, st
     stage.publish(output(stage), record())
     begin(stage, {"seed": 2})
     stage.identity.unlink()
-    staging = [
-        stage.path / ".spec.json.part",
-        stage.run_file() if hasattr(stage, "run_file") else stage.path / ".x.part",
-    ]
-    staging.append(workspace / "runs/r/.run.json.part")
-    for path in staging:
+    run = workspace / "runs/r"
+    for path in (stage.path / ".spec.json.part", stage.path / ".x.part", run / ".run.json.part"):
         path.write_text("{")
     (stage.path / ".checkpoint.part").symlink_to("checkpoints/none")
     assert {one.state for one in mend(workspace)} == {"mended"}
@@ -325,6 +321,16 @@ def test_what_cannot_be_mended_is_told_with_its_remedy(workspace, stage):
     assert "identity.json is damaged" in found
     (workspace / "runs/r/run.json").write_text("[1")
     assert any(one.what == "run.json is damaged" for one in mend(workspace))
+
+
+@pytest.mark.parametrize(
+    "content", ["{", "[1]", '{"stages": [1]}', '{"stages": {"sft": 1}}', '{"stages": {}, "tracking": [1]}']
+)
+def test_any_damage_to_the_pipeline_of_a_run_is_told(workspace, stage, content):
+    stage.publish(output(stage), record())
+    (workspace / "runs/r/pipeline.yaml").write_text(content)
+    (workspace / "runs/r/run.json").write_text('{"tracking": {"id": "a", "pending": true}}')
+    assert [one.what for one in mend(workspace)] == ["pipeline.yaml is damaged"]
 
 
 def test_a_run_that_an_orchestrator_works_in_is_left_alone(workspace, stage):

@@ -59,7 +59,8 @@ def lineage_mermaid(nodes: Mapping[str, Node]) -> str:
     lines = ["flowchart TD"]
     for key, node in nodes.items():
         title = re.sub(r'["<>]', " ", node.title)
-        small = join((node.kind, f"step {node.step}" if node.step else ""))
+        accepted = f"accepted: {', '.join(node.accepted)}" if node.accepted else ""
+        small = join((node.kind, f"step {node.step}" if node.step else "", accepted))
         left, right = ("[", "]") if node.parents else ("([", "])")
         lines.append(f'    {names[key]}{left}"{title}{f"<br/>{small}" if small else ""}"{right}')
     lines += [

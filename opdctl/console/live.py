@@ -118,7 +118,8 @@ class Progress:
         row = self.rows[stage]
         row.state, row.ended = "failed", self.time()
         self.failures.append(Failure(stage, message, log_tail))
-        self.changed(row, f"failed: {message}")
+        first, *more = message.splitlines() or [""]
+        self.changed(row, f"failed: {first}{' ...' if more else ''}")  # the whole of it comes at the end, once
 
     def paused(self, stage: str, message: str) -> None:
         row = self.rows[stage]
