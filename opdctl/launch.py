@@ -32,7 +32,7 @@ class Launcher:
         self._outside = _outside_models(items, plan, report, fetch)
         kinds = {item.stage.settings.kind for item in items if BACKENDS[item.stage.settings.backend] is embedded}
         self._judged: dict[str, list[Verdict]] = {}  # stage -> verdicts before anything started
-        self.preload = ["opdctl.worker", *(embedded.KINDS[kind] for kind in sorted(kinds))]  # what workers import
+        self.preload = ["opdctl.worker", *embedded.preload(kinds)]
 
     def backend(self, item: PlannedStage) -> str:
         """Import path of the module that carries the stage out."""
