@@ -36,8 +36,8 @@ def run_engine(workspace: Path) -> list[str | Path]:
 @pytest.mark.parametrize(
     ("command", "kills"),
     [
-        pytest.param(run_toy, 20, id="toy"),
-        pytest.param(run_engine, 6, id="engine"),
+        pytest.param(run_toy, 9, id="toy"),
+        pytest.param(run_engine, 3, id="engine"),
         pytest.param(run_engine, 20, id="engine-at-length", marks=pytest.mark.recipe),
     ],
 )

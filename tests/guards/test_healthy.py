@@ -1,4 +1,4 @@
-"""Healthy pipelines raise no alarm and no warning: the packaged recipes as files, some of them really run."""
+"""Healthy pipelines raise no alarm and no warning: packaged recipes as files and really run, all by `make recipe`."""
 
 import pytest
 import toy
@@ -12,9 +12,7 @@ from opdctl.store import Workspace
 from scripts.recipes import __main__ as command
 
 RECIPES = command.recipes()
-SMALL = {  # what keeps a run short; all else is as packaged
-    "kimi_k3": ["axes.domain=[general]", "axes.loss=[full_vocab]"],
-}
+QUICK = ["axes.domain=[general]", "axes.loss=[full_vocab]", "scale.eval.prompts=2"]  # what keeps a run of kimi_k3 short
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -28,13 +26,18 @@ def test_the_files_of_a_recipe_pass_the_gate_without_a_word(recipe, workspace):
     assert judged
 
 
-@pytest.mark.parametrize("recipe", SMALL)
-def test_a_recipe_runs_under_gate_and_watchdog_without_a_warning(recipe, workspace):
-    overrides = ["scale=smoke", "scale.eval.prompts=2", "tracking.enabled=false", *SMALL[recipe]]
-    plan = make_plan(load_pipeline(recipe, overrides, workspace=workspace), Workspace(workspace).run(recipe))
+@pytest.mark.parametrize(
+    ("recipe", "overrides"),
+    [
+        pytest.param("kimi_k3", QUICK, id="kimi_k3-quick"),
+        *(pytest.param(recipe, [], id=recipe, marks=pytest.mark.recipe) for recipe in RECIPES),
+    ],
+)
+def test_a_recipe_runs_under_gate_and_watchdog_without_a_warning(recipe, overrides, workspace):
+    pipeline = load_pipeline(recipe, ["scale=smoke", "tracking.enabled=false", *overrides], workspace=workspace)
     notes = toy.Notes()
-    outcome = execute(plan, reporter=notes)
-    assert outcome.failed == {}
+    outcome = execute(make_plan(pipeline, Workspace(workspace).run(recipe)), reporter=notes)
+    assert (outcome.failed, outcome.not_run) == ({}, {})
     assert [text for (text,) in notes.of("message") if "gate:" in text or "watchdog:" in text] == []
     assert not list(workspace.glob("runs/*/stages/**/alarms.jsonl"))
     assert list(workspace.glob("runs/*/stages/**/gate.json"))
