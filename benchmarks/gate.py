@@ -1,14 +1,15 @@
 """What the gate costs beside the stage that it guards.
 
-    opdctl run kimi_k3 scale=laptop gate.enabled=false --run bench
-    python benchmarks/gate.py runs/bench
+    make demo
+    python benchmarks/gate.py [runs/kimi_k3]
 
 For every stage of a run that has ended: seconds of wall time that asking the models took, for each student and teacher
-(or task), the stage's own seconds, and the share. At most 10 s a pair are allowed in a laptop run.
+(or task), the CPU seconds of the stage's steps, and the share. At most 10 s a pair are allowed in a laptop run.
 """
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -40,8 +41,11 @@ def measured(run: Path) -> Iterator[tuple[str, int, float, float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path)
-    rows = list(measured(parser.parse_args().run))
+    parser.add_argument("run", type=Path, nargs="?", default=Path("runs/kimi_k3"))
+    run = parser.parse_args().run
+    if not (rows := list(measured(run))):
+        print(f"gate: NOT MEASURED, {run} has no stage that has ended (make demo)", file=sys.stderr)
+        return
     width = max(len(stage) for stage, *_ in rows)
     print(f"{'stage':{width}}  pairs    gate s  s a pair   stage s  share")
     for stage, pairs, seconds, own in rows:
