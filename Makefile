@@ -45,7 +45,7 @@ recipe: venv  ## does the recipe learn what it should? the whole of it over seed
 recipes: venv  ## every packaged recipe at laptop scale, written down in docs/recipes.md: an hour of one core
 	$(BIN)/python -m scripts.recipes
 
-drills: venv  ## 200 failure drills, written down in docs/drills.md: 20 minutes on two cores; some: ONLY="3 17"
+drills: venv  ## 200 failure drills, written down in docs/drills.md: half an hour on two cores; some: ONLY="3 17"
 	PYTHONPATH=tests $(BIN)/python -m drills $(ONLY)
 
 # verl's trainers and vLLM live in an environment of their own: they pin versions that opdctl does not want. This one is
