@@ -4,7 +4,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -12,9 +12,11 @@ from rich.text import Text
 
 from opdctl.console import join, plural
 from opdctl.data.check import VALUES, Histogram, Judged, Report, SplitReport
-from opdctl.data.mixture import Interleaving
 from opdctl.data.rendering import Span
 from opdctl.data.source import Bad, Example
+
+if TYPE_CHECKING:  # it brings PyTorch
+    from opdctl.data.mixture import Interleaving
 
 T = TypeVar("T")
 BAR = 40  # columns of the longest bar
@@ -75,7 +77,7 @@ def example_data(example: Example, spans: Sequence[Span], reference: str | None,
 # ---------------------------------------------------------------------------------------------------------- check
 
 
-def report_view(report: Report, stages: Sequence[Interleaving], note: str) -> RenderableType:
+def report_view(report: Report, stages: Sequence["Interleaving"], note: str) -> RenderableType:
     rows = join(f"{plural(side.rows, 'row')} {split}" for split, side in _in_order(report.splits))
     parts: list[RenderableType] = [Text.assemble((report.source, "bold"), f": {rows}")]
     if note:
@@ -147,7 +149,7 @@ def _in_order(splits: Mapping[str, T]) -> list[tuple[str, T]]:
     return sorted(splits.items(), reverse=True)  # train before eval
 
 
-def _stage_view(stage: Interleaving) -> RenderableType:
+def _stage_view(stage: "Interleaving") -> RenderableType:
     table = Table.grid(padding=(0, 2))
     table.add_row(*(Text(title, style="bold") for title in (stage.by, "share", "rows of a batch", "of a step")))
     for share in stage.shares:
@@ -170,5 +172,5 @@ def _findings(report: Report) -> list[RenderableType]:
     return [table, verdict if spoils else Text("nothing found that would spoil a run", style="green")]
 
 
-def report_data(report: Report, stages: Sequence[Interleaving], note: str) -> dict[str, Any]:
+def report_data(report: Report, stages: Sequence["Interleaving"], note: str) -> dict[str, Any]:
     return {"ok": not report.spoilt, "note": note, **asdict(report), "stages": [asdict(stage) for stage in stages]}

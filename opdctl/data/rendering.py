@@ -6,9 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from opdctl.data.source import Example
-from opdctl.engine.checkpoint import load_vocabulary
-from opdctl.engine.rows import Renderer
-from opdctl.engine.tokenizer import closed_vocabulary, word_tokenizer
 from opdctl.settings import NewModel
 from opdctl.tasks import Demonstration, Prompt
 
@@ -26,6 +23,11 @@ class Model:
     """The tokenizer of a folder, or of a model that is still to be made."""
 
     def __init__(self, folder: Path | None, new: NewModel | None = None) -> None:
+        # PyTorch and transformers take seconds to import; rows are shown without a model too
+        from opdctl.engine.checkpoint import load_vocabulary
+        from opdctl.engine.rows import Renderer
+        from opdctl.engine.tokenizer import closed_vocabulary, word_tokenizer
+
         if folder is not None:
             tokenizer, eos_ids, _ = load_vocabulary(str(folder))
         else:
