@@ -22,11 +22,14 @@ STAND_IN = """#!{python}
 import sys
 from opdctl.cli import main
 arguments = sys.argv[1:]
-if arguments and arguments[0] in ("run", "plan", "validate"):
+if arguments and arguments[0] in ("run", "plan", "validate", "check"):
     quick = (
         "scale=smoke scale.sft.max_steps=5 scale.opd.max_steps=2 scale.eval.prompts=2 tracking.enabled=false "
-        "scale.agents.sft.max_steps=5 scale.agents.opd.max_steps=2"
+        "scale.agents.sft.max_steps=5 scale.agents.opd.max_steps=2 "
     )
+    other = any(given.startswith("scale=") and given != "scale=smoke" for given in arguments)
+    if arguments[1:] and "kimi_k3" in arguments[1] and not other:
+        quick += "axes.domain=[general,general_agents] axes.loss=[topk,full_vocab]"
     for setting in quick.split():
         if not any(given.startswith(setting.split("=")[0] + "=") for given in arguments):
             arguments.append(setting)
