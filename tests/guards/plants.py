@@ -104,7 +104,7 @@ def full(folder: Path) -> str:
     """A run that leaves a replaced checkpoint, where more is to stay free than is."""
     models(folder, "student")
     pipeline(folder, "full", {"sft": stage("sft")}, gate={"enabled": False}, retention={"keep_last": 0})
-    play(folder, "sft", Stream("sft", healthy("sft"), gaps=dict.fromkeys(range(1, 61), 0.2)))
+    play(folder, "sft", Stream("sft", healthy("sft"), gaps=dict.fromkeys(range(1, 61), 0.1)))
     return "guards.cli"
 
 
