@@ -3,7 +3,7 @@
 import re
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
@@ -21,6 +21,8 @@ def _axis_value(value: Any) -> Any:
 
 
 AxisValue = Annotated[Any, AfterValidator(_axis_value)]  # str, int or float; `${each.AXIS}` keeps its type
+# For a choice of which one is "off": YAML reads the bare word as false.
+OFF = BeforeValidator(lambda value: "off" if value is False else value)
 
 
 class Settings(BaseModel):

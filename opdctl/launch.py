@@ -13,7 +13,7 @@ from opdctl.backends.contract import InputSpec, StageSpec
 from opdctl.errors import StageRefused
 from opdctl.fetch import gguf_folder, hub_folder, imported_gguf
 from opdctl.gate import check_files, forget
-from opdctl.gate.origin import HANDED_ON
+from opdctl.lineage import HANDED_ON
 from opdctl.plan import Plan, PlannedStage
 from opdctl.references import Input
 from opdctl.settings import AnyTask, GateSettings, NewModel, OpdSettings, RlvrSettings, SftSettings

@@ -14,9 +14,10 @@ from typing import Any
 
 from opdctl.digests import model_of
 from opdctl.ledger import Deleted
-from opdctl.records import SELECTION, Parent, Record, parse_record, read_json
+from opdctl.records import SELECTION, Parent, Record, parse_record, read_json, read_record
 from opdctl.store import StageDir, Workspace
 
+HANDED_ON = ("init", "student", "base", "models", "model")  # roles whose weights a stage begins with, or publishes
 IMPORT = "import"  # kind of a checkpoint that was adopted from outside
 
 
@@ -202,3 +203,35 @@ def commit_of_code() -> str:
     except (OSError, subprocess.CalledProcessError):
         return ""
     return described.stdout.strip()
+
+
+# ------------------------------------------------------------------------------------------------------ the weights
+
+
+def began_as(path: str, source: str, workspace: Workspace, seed: int) -> dict[str, str]:
+    """Key -> title of the model in this folder and of those whose weights it began with, itself and the youngest first.
+
+    A new model (no folder) is known by its stage's seed, one from outside by its reference `source`; of a folder that
+    has neither a record nor a reference nothing is known.
+    """
+    if not path:
+        return {f"model:{seed}": "the new model"}
+    own = read_record(Path(path))
+    if isinstance(own, str):
+        return {source: source} if source else {}
+    found: dict[str, str] = {}
+    waiting: list[Record] = [own]
+    while waiting:
+        record = waiting.pop(0)
+        found[record.id] = f"{record.stage} of run {record.run}"
+        for parent in record.parents:
+            if parent.role not in HANDED_ON:
+                continue
+            if parent.record_id is None:
+                new = parent.ref == "model:"
+                key = f"model:{record.identity.get('seed')}" if new else parent.ref
+                found.setdefault(key, "the new model" if new else parent.ref)
+            elif parent.record_id not in found and (stage := workspace.checkpoint(parent.record_id)) is not None:
+                known = stage.record()
+                waiting += [known] if known is not None else []
+    return found

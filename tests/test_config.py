@@ -296,6 +296,13 @@ def test_yaml_makes_no_objects(files):
     assert not (files / "made").exists()
 
 
+def test_off_in_a_file_is_off_although_yaml_reads_it_as_false(files):
+    (files / SMALL).write_text(CONF[SMALL] + "watch: {kl_stuck: {action: off}}\ndisk: {forecast: off}\n")
+    settings = load_pipeline(SMALL, ["watch.kl_high.action=off"]).settings
+    assert {settings.watch.kl_stuck.action, settings.watch.kl_high.action, settings.disk.forecast} == {"off"}
+    assert "'True' is not known" in str(refused("watch.kl_stuck.action=true"))
+
+
 def test_hydra_keys_of_a_file_do_nothing(files):
     (files / SMALL).write_text(CONF[SMALL] + "hydra: {run: {dir: made}, job: {chdir: true}}\n")
     load_pipeline(SMALL)

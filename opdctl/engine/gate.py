@@ -5,6 +5,7 @@ the stage is touched.
 """
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import torch
 
@@ -16,7 +17,10 @@ from opdctl.engine.loop import open_vocabulary, role
 from opdctl.engine.probe import read_pairs
 from opdctl.engine.teachers import check_vocabularies
 from opdctl.errors import OpdctlError, StageRefused
+from opdctl.lineage import began_as
+from opdctl.records import read_record
 from opdctl.settings import GateSettings, OpdSettings
+from opdctl.store import Workspace
 from opdctl.verdicts import Outcome, Verdict, unasked
 
 
@@ -71,7 +75,17 @@ def _check_pairs(spec: StageSpec, settings: GateSettings, control: Control) -> I
         yield unasked("distance", f"{student.label} -> {teachers[number].label}", reason)
     for reading in readings:
         yield from judge_pair(reading, settings, own)
-    yield from judge_routes(readings)
+    yield from judge_routes([one for one in readings if may_begin_at(spec, student, one.teacher)])
+
+
+def may_begin_at(spec: StageSpec, student: InputSpec, teacher: InputSpec) -> bool:
+    """Was the teacher trained from the student as it stands? True where it has no record that could say otherwise. A
+    student that was trained since, on their answers or by themselves, is near to those it has learned from already."""
+    if not teacher.path or isinstance(read_record(Path(teacher.path)), str):
+        return True
+    place = Workspace(Path(spec.workspace)), spec.seed
+    itself = next(iter(began_as(student.path, student.source, *place)), "")
+    return itself in began_as(teacher.path, teacher.source, *place)
 
 
 def _foreign(spec: StageSpec, student: InputSpec, teachers: Sequence[InputSpec]) -> dict[int, StageRefused]:

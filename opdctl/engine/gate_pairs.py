@@ -34,9 +34,9 @@ def judge_pair(reading: Reading, settings: GateSettings, own: OpdSettings) -> li
 
 
 def judge_routes(readings: Sequence[Reading]) -> list[Verdict]:
-    """Are two teachers exchanged? Silent where no two of them can be told apart.
+    """Are two teachers exchanged, both trained from the student? Silent where no two of them can be told apart.
 
-    A specialist has moved away from the student on what it was trained on, so each of two exchanged ones has moved
+    Such a specialist has moved away from the student on what it was trained on, so each of two exchanged ones has moved
     further on the other's prompts than the other has, and not just because it moved further everywhere. Measured with
     kimi_k3: 0.46 and 0.14 nats on their own prompts, 0.04 and 0.01 on each other's.
     """

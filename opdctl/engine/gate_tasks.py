@@ -247,7 +247,8 @@ def check_demonstrations(spec: StageSpec, settings: GateSettings) -> Iterator[Ve
         learned[name].append((len(ids) if mask is None else sum(mask)) - 1)
     for name, counts in ((name, counts) for name, counts in learned.items() if counts):
         empty = sum(count <= 0 for count in counts)
-        outcome = Outcome.GO if not empty else Outcome.REFUSE if empty > HALF * len(counts) else Outcome.WARN
+        some = Outcome.GO if settings.idle else Outcome.WARN
+        outcome = Outcome.GO if not empty else Outcome.REFUSE if empty > HALF * len(counts) else some
         yield Verdict(
             "loss_mask",
             f"task {name}",

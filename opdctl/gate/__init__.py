@@ -46,7 +46,6 @@ def _verdicts(spec: StageSpec, settings: GateSettings) -> Iterator[Verdict]:
     alone = sum(given.role == "teachers" for given in spec.inputs) < 2
     for pair in pairs(spec, models):
         yield from check_pair(pair)
-        idle = settings.difficulty >= 1  # groups without any difference are in order: they train nothing
-        yield from check_origin(pair, Path(spec.workspace), spec.seed, alone=alone, idle=idle)
+        yield from check_origin(pair, Path(spec.workspace), spec.seed, alone=alone, idle=settings.idle)
     yield from check_context(spec, models)
     yield from check_rows(spec)

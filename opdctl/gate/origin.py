@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from opdctl.gate.folders import EMBEDDINGS, OUTPUT, Files, Tensor
-from opdctl.gate.pairs import Pair, Party
+from opdctl.gate.pairs import Pair
+from opdctl.lineage import began_as
 from opdctl.records import Record, read_record
 from opdctl.store import Workspace
 from opdctl.verdicts import Outcome, Verdict
@@ -19,7 +20,6 @@ from opdctl.verdicts import Outcome, Verdict
 if TYPE_CHECKING:
     import numpy as np
 
-HANDED_ON = ("init", "student", "base", "models", "model")  # roles whose weights a stage begins with, or publishes
 SAMPLED = 8  # tensors
 VALUES = 65_536  # of each
 CHUNK = 1 << 22  # bytes
@@ -34,8 +34,8 @@ def check_origin(pair: Pair, workspace: Path, seed: int, *, alone: bool, idle: b
     only that they are the same one.
 
     `alone`: the stage has one teacher. A student may be named as one of several teachers (MiMo-V2-Flash,
-    arXiv:2601.02780, does so); one that is its only teacher, or stands behind another name, is a mistake. A stage that
-    trained it and changed nothing is told of where it is not expected: `idle`.
+    arXiv:2601.02780, does so); one that is its only teacher, or stands behind another name, is a mistake. Stages that
+    trained and changed nothing are told of where it is not expected: `idle`.
     """
     if not (pair.teaches or pair.merged):
         return
@@ -43,10 +43,10 @@ def check_origin(pair: Pair, workspace: Path, seed: int, *, alone: bool, idle: b
     if same and pair.one and pair.teaches and not alone:
         told = "the student itself, named as one of its teachers: on its rows it is to stay as it is"
         yield Verdict("same_model", pair.subject, Outcome.GO, told)
-    elif same and pair.teaches and _trained(pair, Workspace(workspace), seed):
-        told = f"{same}: by the records one was trained from the other, and learned nothing"
+    elif same and (start := _unmoved(pair, Workspace(workspace), seed)):
+        told = f"{same}: by the records both come from {start}, and nothing was learned since"
         remedy = (
-            "" if idle else "see that stage: rewards that never differ, or a learning rate of 0, leave weights alone"
+            "" if idle else "see its stages: rewards that never differ, or a learning rate of 0, leave weights alone"
         )
         yield Verdict("same_model", pair.subject, Outcome.GO if idle else Outcome.WARN, told, remedy)
     elif same:
@@ -114,45 +114,27 @@ def _same_bytes(first: Tensor, second: Tensor) -> bool:
 
 def _common(pair: Pair, workspace: Workspace, seed: int) -> str:
     """The youngest model that both began as; empty where the records name none."""
-    first = _ancestors(pair.first, workspace, seed)
-    second = _ancestors(pair.second, workspace, seed)
+    first, second = (began_as(one.given.path, one.given.source, workspace, seed) for one in (pair.first, pair.second))
     return next((title for key, title in first.items() if key in second), "")
 
 
-def _ancestors(party: Party, workspace: Workspace, seed: int) -> dict[str, str]:
-    """Key -> title of the model itself and of those whose weights it began with, the youngest first. A new model is
-    known by its stage's seed, one from outside by its reference."""
-    if not party.given.path:
-        return {f"model:{seed}": "the new model"}
-    own = read_record(Path(party.given.path))
-    if isinstance(own, str):
-        return {party.given.source: party.given.source} if party.given.source else {}
-    found: dict[str, str] = {}
-    waiting: list[Record] = [own]
-    while waiting:
-        record = waiting.pop(0)
-        found[record.id] = f"{record.stage} of run {record.run}"
-        for parent in record.parents:
-            if parent.role not in HANDED_ON:
-                continue
-            if parent.record_id is None:
-                new = parent.ref == "model:"
-                key = f"model:{record.identity.get('seed')}" if new else parent.ref
-                found.setdefault(key, "the new model" if new else parent.ref)
-            elif parent.record_id not in found and (stage := workspace.checkpoint(parent.record_id)) is not None:
-                known = stage.record()
-                waiting += [known] if known is not None else []
-    return found
+def _unmoved(pair: Pair, workspace: Workspace, seed: int) -> str:
+    """The checkpoint that, by the records, stages made both from without changing its weights; one may be it itself.
+    Empty where there is none, and for a copy, which has the record of its original."""
+    own, other = (read_record(Path(party.given.path)) for party in (pair.first, pair.second))
+    if isinstance(own, str) or isinstance(other, str) or own.id == other.id:
+        return ""
+    mine, theirs = (began_as(one.given.path, one.given.source, workspace, seed) for one in (pair.first, pair.second))
+    for key, title in mine.items():
+        stage = workspace.checkpoint(key) if key in theirs else None
+        record = stage.record() if stage else None
+        if record and _weights(record) == _weights(own):
+            return title
+    return ""
 
 
-def _trained(pair: Pair, workspace: Workspace, seed: int) -> bool:
-    """Whether a record says that a stage made one of the two from the other. A copy has the record of its original."""
-    parties = (pair.first, pair.second)
-    records = [read_record(Path(party.given.path)) if party.given.path else "new" for party in parties]
-    first, second = (record if isinstance(record, str) else record.id for record in records)
-    if any(isinstance(record, str) for record in records) or first == second:
-        return False
-    return second in _ancestors(pair.first, workspace, seed) or first in _ancestors(pair.second, workspace, seed)
+def _weights(record: Record) -> set[str]:
+    return {str(listed["sha256"]) for name, listed in record.files.items() if name.endswith(".safetensors")}
 
 
 # ------------------------------------------------------------------------------------------------------ by weights

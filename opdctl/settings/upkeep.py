@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from opdctl.fields import Count, NonNegative, Settings
+from opdctl.fields import OFF, Count, NonNegative, Settings
 from opdctl.secrets import reveal
 
 _TOLD = {0: "no failure", 1: "an error that was told", 2: "a configuration error", 75: "a stop that was asked for"}
@@ -64,4 +64,4 @@ class Disk(Settings):
     """Free space of the workspace's file system."""
 
     reserve_gib: NonNegative = 0.1  # with less left, running stages save and pause, and none starts
-    forecast: Literal["refuse", "warn", "off"] = "refuse"  # where what is planned does not fit
+    forecast: Annotated[Literal["refuse", "warn", "off"], OFF] = "refuse"  # where what is planned does not fit

@@ -11,9 +11,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from opdctl.fields import Count, Fraction, NonNegative, Positive, Settings
+from opdctl.fields import OFF, Count, Fraction, NonNegative, Positive, Settings
 
-Action = Literal["off", "warn", "pause", "stop"]  # pause and stop save the state; stop fails the stage
+Action = Annotated[Literal["off", "warn", "pause", "stop"], OFF]  # pause and stop save the state; stop fails the stage
 TRAINING = ("sft", "rlvr", "opd")
 ON_POLICY = ("rlvr", "opd")
 Above = Annotated[float, Field(gt=1)]

@@ -1,4 +1,6 @@
-"""A teacher that some stage made from the student, and that learned nothing, is no mistake in a path."""
+"""A teacher with the student's weights is in order where stages made both of one model and learned nothing."""
+
+from dataclasses import replace
 
 import pytest
 from checkpoints import record
@@ -12,8 +14,8 @@ from opdctl.verdicts import Outcome
 
 def publish(workspace, folder, name, parents):
     stage = workspace.run("r").stage(name)
-    made = record(f"id-{name}", stage=name, run="r", parents=(), identity={"seed": 0})
-    stage.publish(copy(folder, f"{name}-output"), made.__class__(**{**made.__dict__, "parents": parents}))
+    made = record(f"id-{name}", stage=name, run="r", identity={"seed": 0})
+    stage.publish(copy(folder, f"{name}-output"), replace(made, parents=parents))
     return stage.checkpoint
 
 
@@ -35,16 +37,30 @@ def same_model(folder, *models, **settings):
 def test_a_stage_that_changed_nothing_is_warned_of_with_what_to_look_at(tmp_path, trained):
     found = same_model(tmp_path, *trained)
     assert found.outcome is Outcome.WARN
-    assert "learned nothing" in found.evidence
+    assert "nothing was learned" in found.evidence
     assert "learning rate" in found.remedy
 
 
 def test_where_stages_may_learn_nothing_it_is_in_order(tmp_path, trained):
     found = same_model(tmp_path, *trained, difficulty=1.0)
     assert (found.outcome, found.remedy) == (Outcome.GO, "")
-    assert "learned nothing" in found.evidence
+    assert "nothing was learned" in found.evidence
 
 
 def test_a_copy_of_the_student_with_its_record_is_refused_all_the_same(tmp_path, trained):
     twin = copy(trained[0].resolve(), "twin")
     assert same_model(tmp_path, trained[0], twin, difficulty=1.0).outcome is Outcome.REFUSE
+
+
+def test_two_that_learned_nothing_from_one_checkpoint_are_in_order_too(tmp_path, trained):
+    other = publish(Workspace(tmp_path), tmp_path / "weights", "rl2", [Parent("init", "sft", "stage:sft", "id-sft")])
+    assert same_model(tmp_path, trained[1], other, difficulty=1.0).outcome is Outcome.GO
+    assert same_model(tmp_path, trained[1], other).outcome is Outcome.WARN
+
+
+def test_two_that_learned_the_same_are_one_model_by_two_names(tmp_path):
+    workspace, parents = Workspace(tmp_path), [Parent("init", "sft", "stage:sft", "id-sft")]
+    publish(workspace, save(tmp_path / "start", seed=1), "sft", [Parent("init", "model:", "model:")])
+    weights = save(tmp_path / "weights")
+    models = [publish(workspace, weights, name, parents) for name in ("rl", "again")]
+    assert same_model(tmp_path, *models, difficulty=1.0).outcome is Outcome.REFUSE

@@ -36,7 +36,12 @@ machine without a GPU, rewards by a model or an environment, tasks without refer
 Not told: one wrong teacher that several routes share. Two exchanged specialists give themselves away, for each has
 moved further from the student on the other's prompts than its rightful teacher; alone, a specialist of another domain
 looks like a generalist that moved little there, and the few completions of the gate do not tell their accuracies apart.
-What a specialist is worth on its own prompts, its own evaluation says.
+What a specialist is worth on its own prompts, its own evaluation says. Nor are exchanged ones looked for where records say
+that the student was trained since they began as it: it is near to whoever it has learned from already.
+
+Healthy, and therefore silent: the files of every packaged recipe, and every recipe really run at smoke scale with gate and
+watchdog on (`make recipe`). Of three of them the gate says, and is right, that a teacher has another origin than its
+student. At laptop scale two of these refuse such a teacher but for the names that they give under `gate.accept`.
 """
 ASKED = {  # of the models
     "random_teacher": "the teacher's log-probabilities against -ln V",
