@@ -46,7 +46,7 @@ class GateSettings(Settings):
     entropy_gap: Positive = 0.3  # nats: all the entropy that the student of MOPD has (arXiv:2606.30406)
     grader_rows: Count = 8  # of each task: reference, shuffled and empty answers are graded
     difficulty_prompts: Annotated[int, Field(ge=0)] = 8  # per task, `group_size` completions each
-    difficulty: Fraction = 0.95  # more groups than this without a difference: warned; 1: see `idle`
+    difficulty: Fraction = 0.95  # more groups than this without a difference: warned; 1: stages may learn nothing
 
     @property
     def idle(self) -> bool:
