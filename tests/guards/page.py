@@ -41,7 +41,8 @@ that the student was trained since they began as it: it is near to whoever it ha
 
 Healthy, and therefore silent: the files of every packaged recipe, and every recipe really run at smoke scale with gate and
 watchdog on (`make recipe`). Of three of them the gate says, and is right, that a teacher has another origin than its
-student. At laptop scale two of these refuse such a teacher but for the names that they give under `gate.accept`.
+student. At laptop scale the gate would refuse the foreign teachers of two recipes, and those of a third that are worse than
+their student: that is what these recipes are about, and they name the checks under `gate.accept`.
 """
 ASKED = {  # of the models
     "random_teacher": "the teacher's log-probabilities against -ln V",
