@@ -59,7 +59,7 @@ def test_specialists_are_far_above_sft(outcome):
 
 
 def test_max_effort_specialists_master_their_cells(outcome):
-    """Eight of nine in three seeds. That of `general` in seed 1 ends at 77 %, 14 points above SFT: 100 steps are few."""
+    """Eight of nine in three seeds. That of `general` in seed 1 ends at 77 %, 14 points above SFT, after 100 steps."""
     cells = {row["cell"]: row["teacher"]["value"] for row in outcome.table("full_vocab")["rows"]}
     least, *others = sorted(cells[f"{domain}.max"] for domain in DOMAINS)
     assert least >= 0.75
