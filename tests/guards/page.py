@@ -36,13 +36,13 @@ machine without a GPU, rewards by a model or an environment, tasks without refer
 Not told: one wrong teacher that several routes share. Two exchanged specialists give themselves away, for each has
 moved further from the student on the other's prompts than its rightful teacher; alone, a specialist of another domain
 looks like a generalist that moved little there, and the few completions of the gate do not tell their accuracies apart.
-What a specialist is worth on its own prompts, its own evaluation says. Nor are exchanged ones looked for where records say
-that the student was trained since they began as it: it is near to whoever it has learned from already.
+What a specialist is worth on its own prompts, its own evaluation says. Nor are exchanged ones looked for where records
+say that the student was trained since they began as it: it is near to whoever it has learned from already.
 
-Healthy, and therefore silent: the files of every packaged recipe, and every recipe really run at smoke scale with gate and
-watchdog on (`make recipe`). Of three of them the gate says, and is right, that a teacher has another origin than its
-student. At laptop scale the gate would refuse the foreign teachers of two recipes, and those of a third that are worse than
-their student: that is what these recipes are about, and they name the checks under `gate.accept`.
+Healthy, and therefore silent: the files of every packaged recipe, and every recipe really run at smoke scale with gate
+and watchdog on (`make recipe`). Of three of them the gate says, and is right, that a teacher has another origin than
+its student. At laptop scale the gate would refuse the foreign teachers of two recipes, and those of a third that are
+worse than their student: that is what these recipes are about, and they name the checks under `gate.accept`.
 """
 ASKED = {  # of the models
     "random_teacher": "the teacher's log-probabilities against -ln V",
