@@ -1,6 +1,7 @@
 """One start of a stage's worker: its folder, and who works in it."""
 
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,12 @@ class Attempt:
     def output(self) -> Path:
         """Where the worker puts what it publishes."""
         return self.path / "output"
+
+    def delete_half_written(self) -> None:
+        """Of a worker that is dead: what it was going to publish, and files that it was replacing."""
+        shutil.rmtree(self.output, ignore_errors=True)
+        for part in self.path.glob(".*.part"):
+            part.unlink(missing_ok=True)
 
     def note_worker(self, pid: int) -> None:
         """Leave a note of the process, which leads its own group, so that it can be stopped if we die first."""

@@ -144,7 +144,7 @@ class StageDir:
         """With an empty `output`; what dead attempts left half-written is deleted."""
         earlier = self.attempts()
         for attempt in earlier:
-            shutil.rmtree(attempt.output, ignore_errors=True)
+            attempt.delete_half_written()
         number = earlier[-1].number + 1 if earlier else 1
         attempt = Attempt(number, self.path / "attempts" / str(number))
         with disk_errors(attempt.path):

@@ -124,8 +124,10 @@ def test_state_from_another_parent_stays_half_trained(stage):
 
 def test_a_new_attempt_deletes_what_dead_ones_left(stage):
     left = output(stage)
+    part = left.with_name(".worker.json.part")
+    part.write_text("{")
     attempt = stage.new_attempt()
-    assert (attempt.number, list(attempt.output.iterdir()), left.exists()) == (2, [], False)
+    assert (attempt.number, list(attempt.output.iterdir()), left.exists(), part.exists()) == (2, [], False, False)
 
 
 # ---------------------------------------------------------------------------------------------- reuse
