@@ -34,13 +34,14 @@ def check_origin(pair: Pair, workspace: Path, seed: int, *, alone: bool, idle: b
     only that they are the same one.
 
     `alone`: the stage has one teacher. A student may be named as one of several teachers (MiMo-V2-Flash,
-    arXiv:2601.02780, does so); one that is its only teacher, or stands behind another name, is a mistake. Stages that
-    trained and changed nothing are told of where it is not expected: `idle`.
+    arXiv:2601.02780, does so), and a `select` stage may choose it as the best of its domain (Nemotron-Cascade 2,
+    arXiv:2603.19220); one that is its only teacher, or stands behind another name, is a mistake. Stages that trained
+    and changed nothing are told of where it is not expected: `idle`.
     """
     if not (pair.teaches or pair.merged):
         return
     same = _same(pair)
-    if same and pair.one and pair.teaches and not alone:
+    if same and pair.teaches and not alone and (pair.one or _selected(pair)):
         told = "the student itself, named as one of its teachers: on its rows it is to stay as it is"
         yield Verdict("same_model", pair.subject, Outcome.GO, told)
     elif same and (start := _unmoved(pair, Workspace(workspace), seed)):
@@ -131,6 +132,11 @@ def _unmoved(pair: Pair, workspace: Workspace, seed: int) -> str:
         if record and _weights(record) == _weights(own):
             return title
     return ""
+
+
+def _selected(pair: Pair) -> bool:
+    records = [read_record(Path(party.given.path)) for party in (pair.first, pair.second)]
+    return any(isinstance(record, Record) and record.kind == "select" for record in records)
 
 
 def _weights(record: Record) -> set[str]:

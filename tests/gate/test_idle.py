@@ -12,9 +12,9 @@ from opdctl.store import Parent, Workspace
 from opdctl.verdicts import Outcome
 
 
-def publish(workspace, folder, name, parents):
+def publish(workspace, folder, name, parents, kind="sft"):
     stage = workspace.run("r").stage(name)
-    made = record(f"id-{name}", stage=name, run="r", identity={"seed": 0})
+    made = record(f"id-{name}", stage=name, run="r", kind=kind, identity={"seed": 0})
     stage.publish(copy(folder, f"{name}-output"), replace(made, parents=parents))
     return stage.checkpoint
 
@@ -64,3 +64,13 @@ def test_two_that_learned_the_same_are_one_model_by_two_names(tmp_path):
     weights = save(tmp_path / "weights")
     models = [publish(workspace, weights, name, parents) for name in ("rl", "again")]
     assert same_model(tmp_path, *models, difficulty=1.0).outcome is Outcome.REFUSE
+
+
+def test_a_student_that_was_selected_as_the_best_of_a_domain_teaches_it_beside_others(tmp_path, trained):
+    weights = tmp_path / "weights"
+    best = publish(Workspace(tmp_path), weights, "best", [Parent("models", "sft", "stage:sft", "id-sft")], "select")
+    other = save(tmp_path / "other", noise=0.1)
+    forget()
+    found = check_files(distillation(tmp_path, trained[0], best, other), GateSettings())
+    assert [one.outcome for one in found if one.check == "same_model"] == [Outcome.GO, Outcome.GO]
+    assert same_model(tmp_path, trained[0], best).outcome is not Outcome.GO
