@@ -115,17 +115,17 @@ def _same_bytes(first: Tensor, second: Tensor) -> bool:
 
 def _common(pair: Pair, workspace: Workspace, seed: int) -> str:
     """The youngest model that both began as; empty where the records name none."""
-    first, second = (began_as(one.given.path, one.given.source, workspace, seed) for one in (pair.first, pair.second))
+    first, second = _began(pair, workspace, seed)
     return next((title for key, title in first.items() if key in second), "")
 
 
 def _unmoved(pair: Pair, workspace: Workspace, seed: int) -> str:
     """The checkpoint that, by the records, stages made both from without changing its weights; one may be it itself.
     Empty where there is none, and for a copy, which has the record of its original."""
-    own, other = (read_record(Path(party.given.path)) for party in (pair.first, pair.second))
+    own, other = _records(pair)
     if isinstance(own, str) or isinstance(other, str) or own.id == other.id:
         return ""
-    mine, theirs = (began_as(one.given.path, one.given.source, workspace, seed) for one in (pair.first, pair.second))
+    mine, theirs = _began(pair, workspace, seed)
     for key, title in mine.items():
         stage = workspace.checkpoint(key) if key in theirs else None
         record = stage.record() if stage else None
@@ -135,8 +135,15 @@ def _unmoved(pair: Pair, workspace: Workspace, seed: int) -> str:
 
 
 def _selected(pair: Pair) -> bool:
-    records = [read_record(Path(party.given.path)) for party in (pair.first, pair.second)]
-    return any(isinstance(record, Record) and record.kind == "select" for record in records)
+    return any(isinstance(record, Record) and record.kind == "select" for record in _records(pair))
+
+
+def _records(pair: Pair) -> list[Record | str]:
+    return [read_record(Path(party.given.path)) for party in (pair.first, pair.second)]
+
+
+def _began(pair: Pair, workspace: Workspace, seed: int) -> list[dict[str, str]]:
+    return [began_as(party.given.path, party.given.source, workspace, seed) for party in (pair.first, pair.second)]
 
 
 def _weights(record: Record) -> set[str]:
