@@ -1,10 +1,7 @@
 """Exchanged teachers are looked for only among those that were trained from the student as it stands."""
 
-from dataclasses import replace
-
 import pytest
-from checkpoints import record
-from gate.models import copy, distillation, save
+from gate.models import distillation, publish, save
 
 from opdctl.backends.contract import InputSpec
 from opdctl.engine.gate import may_begin_at
@@ -15,15 +12,14 @@ from opdctl.store import Parent, Workspace
 def made(tmp_path_factory):
     """sft -> specialist; sft -> warmed, on answers of the specialist; and a folder that nothing tells of."""
     folder = tmp_path_factory.mktemp("made")
-    weights, run = save(folder / "weights"), Workspace(folder).run("r")
+    weights, workspace = save(folder / "weights"), Workspace(folder)
     parents = {
         "sft": [Parent("init", "model:", "model:")],
         "specialist": [Parent("init", "sft", "stage:sft", "id-sft")],
         "warmed": [Parent("init", "sft", "stage:sft", "id-sft"), Parent("data", "answers", "stage:answers", "id-a")],
     }
     for name, of in parents.items():
-        told = replace(record(f"id-{name}", stage=name, run="r", identity={"seed": 0}), parents=of)
-        run.stage(name).publish(copy(weights, f"{name}-output"), told)
+        publish(workspace, weights, name, of)
     return folder
 
 

@@ -2,14 +2,17 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import torch
+from checkpoints import record
 
 from opdctl.backends.contract import InputSpec, StageSpec
 from opdctl.engine.checkpoint import new_policy, save_policy
 from opdctl.gate import check_files, forget
 from opdctl.settings import GateSettings, NewModel
+from opdctl.store import Parent, Workspace
 
 WORDS = ["<pad>", "<bos>", "<eos>", "a", "b", "c", "d", "e"]
 SHAPE = {
@@ -42,6 +45,14 @@ def copy(folder: Path, name: str) -> Path:
     made = folder.with_name(name)
     shutil.copytree(folder, made)
     return made
+
+
+def publish(workspace: Workspace, folder: Path, name: str, parents: list[Parent], kind="sft") -> Path:
+    """The weights of `folder` as the checkpoint of a stage that read `parents`."""
+    stage = workspace.run("r").stage(name)
+    made = record(f"id-{name}", stage=name, run="r", kind=kind, identity={"seed": 0})
+    stage.publish(copy(folder, f"{name}-output"), replace(made, parents=parents))
+    return stage.checkpoint
 
 
 def edit(file: Path, change) -> None:

@@ -1,22 +1,12 @@
 """A teacher with the student's weights is in order where stages made both of one model and learned nothing."""
 
-from dataclasses import replace
-
 import pytest
-from checkpoints import record
-from gate.models import copy, distillation, save
+from gate.models import copy, distillation, publish, save
 
 from opdctl.gate import check_files, forget
 from opdctl.settings import GateSettings
 from opdctl.store import Parent, Workspace
 from opdctl.verdicts import Outcome
-
-
-def publish(workspace, folder, name, parents, kind="sft"):
-    stage = workspace.run("r").stage(name)
-    made = record(f"id-{name}", stage=name, run="r", kind=kind, identity={"seed": 0})
-    stage.publish(copy(folder, f"{name}-output"), replace(made, parents=parents))
-    return stage.checkpoint
 
 
 @pytest.fixture
