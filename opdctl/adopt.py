@@ -8,7 +8,6 @@ import hashlib
 import json
 import os
 import re
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -24,13 +23,11 @@ from opdctl.lineage import IMPORT
 from opdctl.records import RECORD, disk_errors, parse_record, sha256
 from opdctl.settings import NAME_PATTERN
 from opdctl.store import Parent, Record, RunDir, StageDir, Workspace
+from opdctl.weight_files import weight_files
 
 RUN = "imports"
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tiktoken.model")
-PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
 BESIDE = ("LICENSE*", "NOTICE*", "README*")  # are taken along
-LONGEST_HEADER = 100_000_000  # bytes; safetensors itself reads no longer one
 CHUNK = 1 << 22  # bytes
 
 
@@ -170,11 +167,7 @@ def model_files(folder: Path) -> tuple[list[Path], tuple[str, ...]]:
     names = {path.name for path in taken}
     if not isinstance(_json(folder / "config.json").get("model_type"), str):
         raise OpdctlError(f"{folder / 'config.json'} names no model_type", hint="take the folder that was saved whole")
-    if not names & {SINGLE, INDEX}:
-        raise _no_weights(folder, [path.name for path in there])
-    weights = {SINGLE} if SINGLE in names else _check_index(folder)
-    if SINGLE in names:
-        _tensors(folder / SINGLE)
+    weights = {path.name for path in weight_files(folder)}
     if not names & set(TOKENIZERS):
         raise OpdctlError(
             f"{folder}: no tokenizer ({', '.join(TOKENIZERS)})",
@@ -193,52 +186,3 @@ def _json(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise OpdctlError(f"{path} holds no JSON object", hint="copy the folder again")
     return found
-
-
-def _no_weights(folder: Path, names: Sequence[str]) -> OpdctlError:
-    if pickled := [name for name in names if any(fnmatch(name, pattern) for pattern in PICKLED)]:
-        return OpdctlError(
-            f"{folder}: the weights are pickled ({', '.join(pickled[:5])}), and opdctl never unpickles: a pickle can "
-            "run any code",
-            hint="take the model's safetensors; many repositories have them as revision refs/pr/N",
-        )
-    adapter = "adapter_model.safetensors" in names
-    hint = "merge the adapter into its base model first" if adapter else "name a folder in Hugging Face format"
-    return OpdctlError(f"{folder}: no weights ({SINGLE} or {INDEX})", hint=hint)
-
-
-def _check_index(folder: Path) -> set[str]:
-    """The files of the weights. Raises OpdctlError for files and tensors that the index names and nothing holds."""
-    listed = _json(folder / INDEX).get("weight_map")
-    if not isinstance(listed, dict) or not listed:
-        raise OpdctlError(f"{folder / INDEX} has no weight_map", hint="copy the folder again")
-    names = {str(name) for name in listed.values()}
-    if outside := sorted(name for name in names if Path(name).name != name):
-        raise OpdctlError(f"{folder / INDEX} names files outside the folder: {', '.join(outside[:5])}")
-    if missing := sorted(name for name in names if not (folder / name).is_file()):
-        raise OpdctlError(
-            f"{folder / INDEX} names files that are not there: {', '.join(missing[:5])}",
-            hint="the download or copy was not complete; repeat it",
-        )
-    for name in sorted(names):
-        lost = sorted({tensor for tensor, file in listed.items() if file == name} - _tensors(folder / name))
-        if lost:
-            raise OpdctlError(f"{folder / name} lacks tensors that {INDEX} says it holds: {', '.join(lost[:5])}")
-    return names
-
-
-def _tensors(path: Path) -> set[str]:
-    """Names of the tensors of a safetensors file. Raises OpdctlError unless the file is whole."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        start = file.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else LONGEST_HEADER + 1
-        header = file.read(length) if length <= min(LONGEST_HEADER, size) else b""
-    try:
-        entries = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
-        end = max((int(entry["data_offsets"][1]) for entry in entries.values()), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError):
-        entries, end = {}, -1
-    if end != size - 8 - length:
-        raise OpdctlError(f"{path}: not a whole safetensors file", hint="it was cut short or damaged; copy it again")
-    return set(entries)

@@ -101,16 +101,8 @@ def deep(path):
     path.write_bytes(b"[" * 200_000)
 
 
-def header(path, text):
-    path.write_bytes(struct.pack("<Q", len(text)) + text)
-
-
 REFUSED = {
     "config.json cannot be read: maximum recursion": lambda folder: deep(folder / "config.json"),
-    "not a whole": lambda folder: header(folder / "model.safetensors", b"[" * 200_000),
-    "not a whole safetensors": lambda folder: header(
-        folder / "model.safetensors", b'{"w": {"data_offsets": [0, 1e999]}}'
-    ),
     "no such folder": lambda folder: os.rename(folder, folder.with_name("moved")),
     "config.json cannot be read": lambda folder: (folder / "config.json").unlink(),
     "names no model_type": lambda folder: (folder / "config.json").write_text("{}"),
@@ -118,10 +110,7 @@ REFUSED = {
     "the weights are pickled": lambda folder: os.rename(folder / "model.safetensors", folder / "pytorch_model.bin"),
     "no weights": lambda folder: os.rename(folder / "model.safetensors", folder / "adapter_model.safetensors"),
     "not a whole safetensors file": lambda folder: os.truncate(folder / "model.safetensors", 60),
-    "names files that are not there": lambda folder: _index(folder, {"w": "a.safetensors", "v": "b.safetensors"}),
     "lacks tensors": lambda folder: _index(folder, {"w": "a.safetensors", "lost": "a.safetensors"}),
-    "names files outside the folder": lambda folder: _index(folder, {"w": "../a.safetensors"}),
-    "has no weight_map": lambda folder: _index(folder, {}),
 }
 
 

@@ -21,8 +21,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from opdctl.engine.batch import Sequence, TokenBatch, collate
 from opdctl.engine.policy import Cache, Policy
-from opdctl.engine.weights import check_finite, some
+from opdctl.engine.weights import check_finite
 from opdctl.errors import OpdctlError, StageRefused
+from opdctl.weight_files import some
 
 _TRIED = 14  # tokens of the longest sequence that is tried when a model is loaded
 

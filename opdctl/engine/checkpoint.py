@@ -15,9 +15,10 @@ from opdctl.engine.tokenizer import encode as encode
 from opdctl.engine.tokenizer import encode_batch as encode_batch
 from opdctl.engine.tokenizer import load_tokenizer as load_tokenizer
 from opdctl.engine.tokenizer import word_tokenizer
-from opdctl.engine.weights import check_finite, check_names, read_weights, weight_files
+from opdctl.engine.weights import check_finite, check_names, read_weights
 from opdctl.errors import OpdctlError
 from opdctl.settings import NewModel
+from opdctl.weight_files import weight_files
 
 CONFIG = "config.json"
 TIED = "lm_head.weight"  # of a tied model: some folders hold it as well

@@ -20,12 +20,12 @@ from safetensors import safe_open
 
 from opdctl.backends.contract import Control, InputSpec, StageSpec, Stopped
 from opdctl.engine.loop import role
-from opdctl.engine.weights import weight_files
 from opdctl.errors import OpdctlError
 from opdctl.processes import guarded
 from opdctl.secrets import redact
 from opdctl.settings import GateSettings
 from opdctl.verdicts import Outcome, Verdict, read_verdicts, unasked
+from opdctl.weight_files import weight_files
 
 SMALL = 600 * 2**20  # bytes of weights of student and teacher: a CPU reads a few dozen completions in seconds
 CHILD = "opdctl.engine.gate_child"

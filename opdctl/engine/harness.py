@@ -17,10 +17,10 @@ from opdctl.engine.eval_report import CellScore
 from opdctl.engine.loop import device_of
 from opdctl.engine.recovery import write_whole
 from opdctl.engine.scores import CellCounts
-from opdctl.engine.weights import weight_files
 from opdctl.errors import StageFailed, StageRefused
 from opdctl.references import near_miss
 from opdctl.settings import HarnessSettings, NewModel
+from opdctl.weight_files import weight_files
 
 Sample = Mapping[str, Any]  # of lm-eval's log: a problem under one filter
 

@@ -17,9 +17,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from opdctl.engine.policy import Policy
-from opdctl.engine.weights import some
 from opdctl.errors import StageRefused
 from opdctl.settings import Lora
+from opdctl.weight_files import some
 
 ADAPTER = "adapter"  # folder of a checkpoint
 _A, _B = ".lora_A.weight", ".lora_B.weight"

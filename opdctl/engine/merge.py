@@ -20,8 +20,7 @@ from opdctl.engine.loop import DTYPES, role
 from opdctl.engine.merge_methods import Part, Parts
 from opdctl.engine.rows import stream_seed
 from opdctl.engine.teachers import check_vocabularies
-from opdctl.engine.tensors import StoredTensor, TensorWriter, stored_tensors
-from opdctl.engine.weights import some
+from opdctl.engine.tensors import OpenTensor, TensorWriter, stored_tensors
 from opdctl.errors import StageRefused
 from opdctl.settings import NewModel
 from opdctl.settings.merge import (
@@ -34,6 +33,7 @@ from opdctl.settings.merge import (
     TaskArithmeticMerge,
     TiesMerge,
 )
+from opdctl.weight_files import some
 
 PART_BYTES = 32 * 2**20  # of the float32 values of all models in one part; a method holds a few times that
 # of a config.json: who wrote it and how, not what the network is
@@ -74,7 +74,7 @@ class _Source:
 
     given: InputSpec
     folder: Path
-    tensors: Mapping[str, StoredTensor] = field(default_factory=dict)  # while its files are open
+    tensors: Mapping[str, OpenTensor] = field(default_factory=dict)  # while its files are open
 
     def read(self, name: str, start: int, values_C: Tensor) -> Tensor:
         """Fills `values_C`, float32. Raises StageRefused where a value is NaN or infinite."""

@@ -17,8 +17,8 @@ from transformers import PreTrainedConfig
 
 from opdctl.engine.batch import Sequence, TokenBatch, collate, micro_batches
 from opdctl.engine.vocab import token_logprobs
-from opdctl.engine.weights import SINGLE
 from opdctl.errors import OpdctlError
+from opdctl.weight_files import SINGLE
 
 
 class Cache(Protocol):

@@ -30,9 +30,9 @@ from opdctl.engine.loop import DTYPES, device_of, open_frozen
 from opdctl.engine.policy import Policy
 from opdctl.engine.teachers import TeacherPool, distinct
 from opdctl.engine.vocab import token_logprobs
-from opdctl.engine.weights import weight_files
 from opdctl.errors import StageRefused
 from opdctl.settings import NewModel
+from opdctl.weight_files import weight_files
 
 _PAGE = 4096  # bytes
 Beside = Mapping[int, Items[Sequence]]

@@ -1,8 +1,7 @@
 """Weights on disk that are never in memory as a whole: parts of tensors in, parts of tensors out.
 
-The safetensors format: 8 bytes with the length of the header (little-endian), the header in JSON (name -> dtype,
-shape and the range of its bytes behind the header), the bytes. Memory-mapped files would count as the process's own
-memory, so parts are read by `pread`.
+In the format of safetensors (opdctl/weight_files.py). Memory-mapped files would count as the process's own memory, so
+parts are read by `pread`.
 """
 
 import json
@@ -18,8 +17,8 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from opdctl.engine.weights import INDEX, SINGLE, weight_files
 from opdctl.errors import OpdctlError
+from opdctl.weight_files import INDEX, SINGLE, tensors_in, weight_files
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 SHARD_BYTES = 5_000_000_000  # of one file, as transformers has it
@@ -27,7 +26,7 @@ _ALIGNMENT = 8  # bytes that a header is padded to
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class OpenTensor:
     """Where the values of a tensor lie."""
 
     file: int  # descriptor
@@ -54,14 +53,14 @@ class StoredTensor:
 
 
 @contextmanager
-def stored_tensors(folder: Path) -> Iterator[dict[str, StoredTensor]]:
+def stored_tensors(folder: Path) -> Iterator[dict[str, OpenTensor]]:
     """All tensors of a Hugging Face folder by name, to be read as long as the block lasts.
 
     Raises OpdctlError as `weight_files` does, and for tensors that are not of floating point numbers.
     """
     files: list[int] = []
     try:
-        found: dict[str, StoredTensor] = {}
+        found: dict[str, OpenTensor] = {}
         for path in weight_files(folder):
             files.append(os.open(path, os.O_RDONLY))
             found |= _listed(path, files[-1])
@@ -71,19 +70,14 @@ def stored_tensors(folder: Path) -> Iterator[dict[str, StoredTensor]]:
             os.close(file)
 
 
-def _listed(path: Path, file: int) -> dict[str, StoredTensor]:
-    (length,) = struct.unpack("<Q", os.pread(file, 8, 0))
-    header: dict[str, Any] = json.loads(os.pread(file, length, 8))
-    header.pop("__metadata__", None)
-    if odd := [name for name, entry in header.items() if entry["dtype"] not in DTYPES]:
+def _listed(path: Path, file: int) -> dict[str, OpenTensor]:
+    found = tensors_in(path)
+    if odd := [name for name, tensor in found.items() if tensor.dtype not in DTYPES]:
         raise OpdctlError(
-            f"{path}: {odd[0]} is of type {header[odd[0]]['dtype']}, and only {', '.join(DTYPES)} can be computed with",
+            f"{path}: {odd[0]} is of type {found[odd[0]].dtype}, and only {', '.join(DTYPES)} can be computed with",
             hint="merge models before they are quantised",
         )
-    return {
-        name: StoredTensor(file, 8 + length + entry["data_offsets"][0], tuple(entry["shape"]), DTYPES[entry["dtype"]])
-        for name, entry in header.items()
-    }
+    return {name: OpenTensor(file, one.start, one.shape, DTYPES[one.dtype]) for name, one in found.items()}
 
 
 class TensorWriter:

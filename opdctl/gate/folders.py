@@ -6,34 +6,23 @@ Formats: tokenizer.json of the `tokenizers` library, the JSON files of `transfor
 
 import hashlib
 import json
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from opdctl.errors import OpdctlError
 from opdctl.records import read_json, sha256
 from opdctl.settings import NewModel
+from opdctl.weight_files import StoredTensor, tensors_in, weight_files
 
 TOKENIZER = "tokenizer.json"
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 OUTPUT, EMBEDDINGS = "lm_head.weight", "embed_tokens.weight"
 CUTS = ("normalizer", "pre_tokenizer")  # and merges, scores and added tokens: how a text is cut into words
 LATER = {"use_regex": True}  # of ByteLevel: a key that files did not always have, and what its absence means
 WITHIN = ("su", "longrope", "llama3")  # ropes whose max_position_embeddings is the stretched length already
 NAMED = ("bos_token", "eos_token", "pad_token", "unk_token")
-
-
-@dataclass(frozen=True)
-class Tensor:
-    """Where one stands."""
-
-    file: Path
-    dtype: str  # F32, F16, BF16, ...
-    shape: tuple[int, ...]
-    start: int  # first byte in the file
-    size: int  # bytes
 
 
 @dataclass(frozen=True)
@@ -138,19 +127,12 @@ class Files:
         return int((start or limit) * rope["factor"])
 
     @cached_property
-    def weight_files(self) -> list[Path]:
-        """Those that hold the weights, safetensors alone; of a folder with both, the one file, as engines read it."""
-        index = None if (self.folder / WEIGHTS).is_file() else read_json(self.folder / INDEX, "weight_map")
-        names = sorted(set(index["weight_map"].values())) if index is not None else [WEIGHTS]
-        return [self.folder / name for name in names if (self.folder / name).is_file()]
-
-    @cached_property
-    def tensors(self) -> Mapping[str, Tensor]:
-        """Name -> where it is; empty without safetensors, or where a head cannot be read."""
-        found: dict[str, Tensor] = {}
-        for file in self.weight_files:
-            found |= _head(file)
-        return found
+    def tensors(self) -> Mapping[str, StoredTensor]:
+        """Name -> where it is; empty without safetensors, or where they are not whole."""
+        try:
+            return {name: one for file in weight_files(self.folder) for name, one in tensors_in(file).items()}
+        except OpdctlError:  # told by whoever reads the weights
+            return {}
 
 
 class NewFiles(Files):
@@ -170,7 +152,7 @@ class NewFiles(Files):
         self.generation = {"eos_token_id": 2, "pad_token_id": 0, "bos_token_id": 1}
         self.tokenizer_config = {"pad_token": pad, "bos_token": begin, "eos_token": end}
         self.vocabulary = Vocabulary(list(model.tokenizer.words), {pad: 0, begin: 1, end: 2})
-        self.template, self.weight_files, self.tensors = None, [], {}
+        self.template, self.tensors = None, {}
 
 
 _READ: dict[str, Vocabulary | None] = {}  # sha256 of a tokenizer.json -> what it says: nine teachers share one
@@ -216,18 +198,3 @@ def _spelt_out(part: Any) -> Any:
         return part
     later = LATER if part.get("type") == "ByteLevel" else {}
     return later | {key: _spelt_out(value) for key, value in part.items()}
-
-
-def _head(file: Path) -> dict[str, Tensor]:
-    try:
-        with file.open("rb") as handle:
-            (length,) = struct.unpack("<Q", handle.read(8))
-            listed = json.loads(handle.read(length)) if 8 + length <= file.stat().st_size else {}
-    except (OSError, ValueError, struct.error):
-        return {}
-    found = {}
-    for name, entry in listed.items():
-        if name != "__metadata__":
-            start, end = entry["data_offsets"]
-            found[name] = Tensor(file, entry["dtype"], tuple(entry["shape"]), 8 + length + start, end - start)
-    return found

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from opdctl.gate.folders import EMBEDDINGS, OUTPUT, Files, Tensor
+from opdctl.gate.folders import EMBEDDINGS, OUTPUT, Files
 from opdctl.gate.pairs import Pair
 from opdctl.lineage import began_as
 from opdctl.records import Record, read_record
 from opdctl.store import Workspace
 from opdctl.verdicts import Outcome, Verdict
+from opdctl.weight_files import WIDTHS, StoredTensor
 
 if TYPE_CHECKING:
     import numpy as np
@@ -89,7 +90,7 @@ def _equal(first: Files, second: Files) -> bool:
     return all((a.dtype, a.shape) == (b.dtype, b.shape) and _same_bytes(a, b) for a, b in pairs)
 
 
-def _untied(files: Files) -> Mapping[str, Tensor]:
+def _untied(files: Files) -> Mapping[str, StoredTensor]:
     """Without an output matrix that is the embeddings once more: some folders store it, and some do not."""
     outputs = {name for name in files.tensors if name.endswith(OUTPUT)}
     inputs = [one for name, one in files.tensors.items() if name.endswith(EMBEDDINGS)]
@@ -97,7 +98,7 @@ def _untied(files: Files) -> Mapping[str, Tensor]:
     return {name: one for name, one in files.tensors.items() if name not in again}
 
 
-def _same_bytes(first: Tensor, second: Tensor) -> bool:
+def _same_bytes(first: StoredTensor, second: StoredTensor) -> bool:
     if first.size != second.size:
         return False
     with first.file.open("rb") as own, second.file.open("rb") as other:
@@ -200,7 +201,7 @@ def nearness(first: Files, second: Files) -> Nearness | None:
     return Nearness(sum(cosines) / len(cosines), sum(distances) / len(distances), len(cosines))
 
 
-def _chosen(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> list[str]:
+def _chosen(first: Mapping[str, StoredTensor], second: Mapping[str, StoredTensor]) -> list[str]:
     """Matrices of one shape in both, evenly spread over the names."""
     alike = [name for name, one in first.items() if name in second and len(one.shape) == 2 == len(second[name].shape)]
     alike = sorted(name for name in alike if first[name].shape == second[name].shape)
@@ -209,26 +210,23 @@ def _chosen(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> list[s
     return inner[step // 2 :: step]
 
 
-_WIDTHS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-
-
-def _bytes(tensor: Tensor) -> bytes:
+def _bytes(tensor: StoredTensor) -> bytes:
     """From the middle."""
-    width = _WIDTHS.get(tensor.dtype, 1)
+    width = WIDTHS.get(tensor.dtype, 1)
     size = min(tensor.size, VALUES * width)
     with tensor.file.open("rb") as handle:
         handle.seek(tensor.start + (tensor.size - size) // 2 // width * width)
         return handle.read(size)
 
 
-def _numbers(tensor: Tensor) -> "np.ndarray | None":
+def _numbers(tensor: StoredTensor) -> "np.ndarray | None":
     """float64; None for dtypes that are not plain numbers."""
     import numpy as np
 
     raw = _bytes(tensor)
     match tensor.dtype:
         case "F64" | "F32" | "F16":
-            return np.frombuffer(raw, f"<f{_WIDTHS[tensor.dtype]}").astype(np.float64)
+            return np.frombuffer(raw, f"<f{WIDTHS[tensor.dtype]}").astype(np.float64)
         case "BF16":
             return (np.frombuffer(raw, "<u2").astype(np.uint32) << 16).view(np.float32).astype(np.float64)
     return None

@@ -13,8 +13,8 @@ from opdctl.engine.effort import BudgetEstimator
 from opdctl.engine.loop import completions_per_call, role
 from opdctl.engine.rows import Mixer, Renderer, Row
 from opdctl.engine.sampling import Completions, Generate, sample
-from opdctl.engine.weights import weight_files
 from opdctl.settings import NewModel, RlvrSettings
+from opdctl.weight_files import weight_files
 from opdctl.workers import VerlResources, VllmResources
 
 OWN_ENGINE_BYTES = 64 * 2**20  # weights of a model that is asked faster here than vLLM starts

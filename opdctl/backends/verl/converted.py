@@ -17,10 +17,10 @@ from typing import Any
 from opdctl.backends.contract import InputSpec, StageSpec
 from opdctl.backends.verl.layout import Layout
 from opdctl.digests import installed
-from opdctl.engine.weights import weight_files
 from opdctl.records import read_json, sha256, write_json
 from opdctl.settings import TASKS, AnyTask, FileTask, NewModel
 from opdctl.tasks.files import data_digest
+from opdctl.weight_files import weight_files
 
 NOTE = "data.json"
 _TOKENIZER = (

@@ -1,0 +1,124 @@
+"""The files that hold a model's weights, without PyTorch: which they are, what they list, whether they are whole.
+
+A safetensors file is 8 bytes with the length of its header (little-endian), the header in JSON (name -> dtype, shape
+and the range of its bytes behind the header), and the bytes, without holes.
+"""
+
+import json
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from opdctl.errors import OpdctlError
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+WIDTHS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # bytes of a value, of the dtypes that can be computed with
+_PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
+_LONGEST_HEADER = 100_000_000  # bytes; safetensors itself reads no longer one
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where one stands."""
+
+    file: Path
+    dtype: str  # F32, F16, BF16, ...
+    shape: tuple[int, ...]
+    start: int  # first byte in the file
+    size: int  # bytes
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a Hugging Face folder; where it has both, the single one and not those of an index, as
+    engines read it. Raises OpdctlError unless all are there and whole, with the tensors that the index promises."""
+    if (folder / SINGLE).is_file():
+        tensors_in(folder / SINGLE)
+        return [folder / SINGLE]
+    if not (folder / INDEX).is_file():
+        raise _no_weights(folder)
+    return [folder / name for name in _indexed(folder)]
+
+
+def tensors_in(file: Path) -> dict[str, StoredTensor]:
+    """Name -> where it is. Raises OpdctlError unless the file is whole."""
+    damaged = OpdctlError(f"{file}: not a whole safetensors file", hint="it was cut short or damaged; copy it again")
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            if length > min(_LONGEST_HEADER, size - 8):
+                raise damaged
+            header: dict[str, Any] = json.loads(stream.read(length))
+        header.pop("__metadata__", None)
+        found = {name: _placed(file, 8 + length, entry) for name, entry in header.items()}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, struct.error) as error:
+        raise damaged from error
+    end = 8 + length
+    for tensor in sorted(found.values(), key=lambda tensor: (tensor.start, tensor.size)):
+        if tensor.start != end or tensor.size < 0:
+            raise damaged
+        end += tensor.size
+    if end != size:
+        raise damaged
+    return found
+
+
+def _placed(file: Path, data: int, entry: Mapping[str, Any]) -> StoredTensor:
+    start, end = entry["data_offsets"]
+    tensor = StoredTensor(file, str(entry["dtype"]), tuple(entry["shape"]), data + start, end - start)
+    if tensor.dtype in WIDTHS and tensor.size != math.prod(tensor.shape) * WIDTHS[tensor.dtype]:
+        raise ValueError("shape and range do not fit")
+    return tensor
+
+
+def _indexed(folder: Path) -> Sequence[str]:
+    try:
+        listed = json.loads((folder / INDEX).read_text())["weight_map"]
+        names = sorted(set(listed.values()))
+        outside = [name for name in names if Path(name).name != name]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise OpdctlError(
+            f"{folder / INDEX}: not an index of safetensors files: {error!r}", hint="copy the folder again"
+        ) from error
+    if not names:
+        raise OpdctlError(f"{folder / INDEX} names no file", hint="copy the folder again")
+    if outside:
+        raise OpdctlError(f"{folder / INDEX} names files outside the folder: {some(outside)}")
+    if missing := [name for name in names if not (folder / name).is_file()]:
+        raise OpdctlError(
+            f"{folder / INDEX} names files that are not in the folder: {some(missing)}",
+            hint="the download or copy was not complete; repeat it",
+        )
+    for name in names:
+        promised = {tensor for tensor, file in listed.items() if file == name}
+        if lost := sorted(promised - tensors_in(folder / name).keys()):
+            raise OpdctlError(f"{folder / name} lacks tensors that {INDEX} says it holds: {some(lost)}")
+    return names
+
+
+def _no_weights(folder: Path) -> OpdctlError:
+    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    pickled = [name for name in names if any(fnmatch(name, pattern) for pattern in _PICKLED)]
+    if pickled:
+        command = (
+            f"python -c \"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{folder}')"
+            f".save_pretrained('{folder}-safetensors')\""
+        )
+        return OpdctlError(
+            f"{folder}: the weights are pickled ({some(pickled)}), and opdctl never unpickles: a pickle can run any "
+            "code",
+            hint="take the model's safetensors, which many repositories have as revision refs/pr/N; if you trust the "
+            f"file, convert it once and copy the tokenizer beside it: {command}",
+        )
+    adapter = "adapter_model.safetensors" in names
+    hint = "merge the adapter into its base model first" if adapter else "name a folder in Hugging Face format"
+    return OpdctlError(f"{folder}: no weights ({SINGLE} or {INDEX})", hint=hint)
+
+
+def some(names: Sequence[str]) -> str:
+    """The first five."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
