@@ -76,7 +76,7 @@ really-test-verl:
 
 # Seeds in SEEDS, "0 1 2" for all that docs/word_problems.md reports; a folder with MAWPS's files in DATA.
 SEEDS ?= 0
-real: venv  ## SmolLM2-135M on word problems: SFT, two GRPO specialists, distillation, evaluation: 20 minutes a seed
+real: venv  ## SmolLM2-135M on word problems: SFT, two GRPO specialists, distillation, evaluation: 15 minutes a seed
 	$(BIN)/python -m scripts.real --seeds $(SEEDS) $(if $(DATA),--data $(DATA))
 
 bench: venv  ## measurements: speed and memory, see benchmarks/

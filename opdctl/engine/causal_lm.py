@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import logging
 
 from opdctl.engine.batch import Sequence, TokenBatch, collate
 from opdctl.engine.policy import Cache, Policy
@@ -248,6 +249,7 @@ def _close(a: Tensor, b: Tensor) -> bool:
 
 def load_network(folder: Path, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Any model that transformers has, every tensor of it from the folder's files."""
+    logging.disable_progress_bar()
     try:
         network, info = AutoModelForCausalLM.from_pretrained(
             folder,
