@@ -14,6 +14,9 @@ for stray in ("MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_ID", "M
 import pytest  # noqa: E402 -- after the environment
 from hypothesis import settings  # noqa: E402
 
+from opdctl.backends import embedded  # noqa: E402
+from opdctl.supervisor import Supervisor  # noqa: E402
+
 collect_ignore = ["verl_env"]  # run by verl's interpreter: `make test-verl`
 LOOPBACK = ("127.", "::1", "localhost")
 
@@ -36,6 +39,17 @@ def no_network():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket.socket, "connect", _only_loopback(socket.socket.connect))
         patch.setattr(socket.socket, "connect_ex", _only_loopback(socket.socket.connect_ex))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_fork_server_for_all():
+    """A process has one, and what it imports is said by the first pipeline that it serves: said by a pipeline of toy
+    stages, every worker after it would import PyTorch anew."""
+    start = Supervisor.__init__
+    everything = ["opdctl.worker", *embedded.preload(embedded.KINDS)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Supervisor, "__init__", lambda self, lock, preload=(): start(self, lock, everything))
         yield
 
 
