@@ -4,8 +4,10 @@ import contextlib
 import errno
 import hashlib
 import json
+import math
 import os
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -59,25 +61,68 @@ def is_number(value: Any) -> TypeGuard[float]:
 
 
 def record_of(data: Any) -> Record | str:
-    """The record that plain data describes, else what is wrong with it."""
+    """The record that plain data describes, else what is wrong with it: whoever reads a record relies on its types."""
+    if not isinstance(data, dict):
+        return "no JSON object"
+    for name, (what, holds) in _FIELDS.items():
+        if name in data and not holds(data[name]):
+            return f"{name} is not {what}"
     try:
-        record = Record(**(data | {"parents": [Parent(**parent) for parent in data["parents"]]}))
-        for listed in record.files.values():
-            int(listed["size"])
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
-        return str(error)
-    for what, fields in _HOLD.items():
-        if wrong := [name for name in fields if not isinstance(getattr(record, name), what)]:
-            return f"{wrong[0]} holds something else"
-    return record
+        return Record(**(data | {"parents": [Parent(**parent) for parent in data["parents"]]}))
+    except (TypeError, KeyError) as error:  # a field is missing, or there is one too many
+        return f"its fields are others: {error}"
 
 
-# of a record's fields; parents and files are looked at one by one
-_HOLD: Mapping[type, tuple[str, ...]] = {
-    str: ("id", "run", "stage", "kind", "fingerprint", "created", "opdctl_version", "code"),
-    int: ("step",),
-    dict: ("identity", "metrics", "labels"),
-    list: ("argv", "accepted"),
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_id(value: Any) -> bool:
+    """It is looked for as a folder's name."""
+    from opdctl.fields import NAME_PATTERN  # loads pydantic, which those who only write need not wait for
+
+    return isinstance(value, str) and re.fullmatch(NAME_PATTERN, value) is not None
+
+
+def _is_parent(value: Any) -> bool:
+    if not isinstance(value, dict) or not all(isinstance(value.get(name), str) for name in ("role", "label", "ref")):
+        return False
+    return value.get("record_id") is None or _is_id(value["record_id"])
+
+
+def _is_file(name: str, listed: Any) -> bool:
+    """With a name that leads into the checkpoint's folder and not out of it."""
+    try:
+        inside = b"\0" not in os.fsencode(name) and not {"", "/", ".."} & {name, *Path(name).parts}
+    except UnicodeEncodeError:
+        return False
+    if not inside or not isinstance(listed, dict) or not isinstance(listed.get("sha256"), str):
+        return False
+    size, changed = listed.get("size"), listed.get("mtime_ns")
+    return isinstance(size, int) and 0 <= size < 1 << 63 and isinstance(changed, int)
+
+
+def _texts(values: Any) -> bool:
+    return isinstance(values, list) and all(map(_is_text, values))
+
+
+# field -> what it holds, in words and as a test
+_FIELDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+    "id": ("the id of a record", _is_id),
+    **dict.fromkeys(("run", "stage", "kind", "fingerprint", "created", "opdctl_version", "code"), ("text", _is_text)),
+    "step": ("a whole number", lambda value: isinstance(value, int) and is_number(value)),
+    "identity": ("an object", lambda value: isinstance(value, dict)),
+    "parents": ("a list of parents", lambda value: isinstance(value, list) and all(map(_is_parent, value))),
+    "metrics": ("an object of numbers", lambda value: isinstance(value, dict) and all(map(is_number, value.values()))),
+    "labels": ("an object of texts", lambda value: isinstance(value, dict) and all(map(_is_text, value.values()))),
+    "argv": ("a list of texts", _texts),
+    "seconds": ("a finite number", lambda value: is_number(value) and math.isfinite(value)),
+    "mlflow_run_id": ("text or null", lambda value: value is None or isinstance(value, str)),
+    "files": (
+        "an object of names in the folder, each with sha256, size and mtime_ns",
+        lambda value: isinstance(value, dict) and all(_is_file(*listed) for listed in value.items()),
+    ),
+    "accepted": ("a list of texts", _texts),
 }
 
 
@@ -102,8 +147,8 @@ def read_record(folder: Path) -> Record | str:
             size = (folder / name).stat().st_size
         except OSError:
             return f"checkpoint damaged: {folder / name} is missing"
-        if size != int(listed["size"]):
-            return f"checkpoint damaged: {folder / name} has {size:,} bytes instead of {int(listed['size']):,}"
+        if size != listed["size"]:
+            return f"checkpoint damaged: {folder / name} has {size:,} bytes instead of {listed['size']:,}"
     return record
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from opdctl.lineage import Models
-from opdctl.records import RECORD, Record, is_number, parse_record, read_json
+from opdctl.records import RECORD, Record, parse_record, read_json
 from opdctl.settings import KeepBest, Retention
 from opdctl.store import RunDir, StageDir, Workspace
 from opdctl.validation import validate
@@ -201,7 +201,7 @@ def retention_of(run: RunDir, stage: str) -> Retention | None:
 
 def _mark_best(published: Sequence[Checkpoint], best: KeepBest) -> None:
     told = {item.id: item.record.metrics.get(best.metric) for item in published if item.record}
-    values = {name: value for name, value in told.items() if is_number(value) and math.isfinite(value)}
+    values = {name: value for name, value in told.items() if value is not None and math.isfinite(value)}
     known = [item for item in published if item.id in values]
     if not known:  # a mistyped name must not cost all of them
         for item in published:

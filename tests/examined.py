@@ -1,6 +1,7 @@
 """Finished runs on disk, made up: SFT, one teacher, one student or more, and an eval stage with chosen counts."""
 
 import json
+import re
 from dataclasses import asdict
 
 from opdctl.backends.contract import Event
@@ -119,7 +120,7 @@ def publish(run, name, kind, parents, metrics, *, config=None, files=None, steps
     for file, text in (files or {"model.safetensors": name}).items():
         (attempt.output / file).write_text(text)
     record = Record(
-        id=f"id-{run.name}-{name}",
+        id=re.sub(r"[^\w.-]", "-", f"id-{run.name}-{name}"),
         run=run.name,
         stage=name,
         kind=kind,
