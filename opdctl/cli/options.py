@@ -19,12 +19,6 @@ class Invocation:
     workspace: Path = field(default_factory=Path.cwd)
 
 
-def _remember_json(context: typer.Context, value: bool) -> bool:
-    if isinstance(context.obj, Invocation):
-        context.obj.json = context.obj.json or value
-    return value
-
-
 def _remember_workspace(context: typer.Context, value: Path) -> Path:
     from opdctl.errors import ConfigError
 
@@ -157,7 +151,7 @@ AcceptOption = Annotated[
 ]
 JsonOption = Annotated[
     bool,
-    typer.Option("--json", help="One JSON document on stdout; messages go to stderr.", callback=_remember_json),
+    typer.Option("--json", help="One JSON document on stdout; messages go to stderr."),
 ]
 WorkspaceOption = Annotated[
     Path,

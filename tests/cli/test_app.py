@@ -80,6 +80,22 @@ def test_with_json_an_error_is_a_document_too(call):
     assert "seed" in err
 
 
+@pytest.mark.parametrize(
+    "arguments", [["pin", "x", "--run", "r", "--json"], ["runs", "--jsn", "--json"], ["status", "--json", "--run", "x"]]
+)
+def test_with_json_a_wrong_command_line_is_a_document_too(call, arguments):
+    code, out, err = call(*arguments)
+    document = json.loads(out)
+    assert code == document["exit_code"] == 2
+    assert document.keys() == {"error", "problems", "hint", "exit_code"}
+    assert document["error"] in err
+    assert document["hint"] == f"opdctl {arguments[0]} --help"
+
+
+def test_with_json_an_error_is_a_document_wherever_the_option_stands(call):
+    assert json.loads(call("runs", "--workspace", "nowhere", "--json")[1])["exit_code"] == 2
+
+
 def test_a_bug_exits_3_and_leaves_its_traceback_in_a_file(call, finished, monkeypatch):
     monkeypatch.setattr("opdctl.store.Workspace.runs", lambda self: 1 / 0)
     code, out, err = call("runs")
@@ -94,6 +110,17 @@ def test_a_traceback_goes_to_the_temporary_folder_where_there_are_no_runs(call, 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert call("runs")[0] == 3
     assert len(list(tmp_path.glob("crash-*.txt"))) == 1
+
+
+def test_a_traceback_that_no_disk_takes_is_told(call, workspace, tmp_path, monkeypatch):
+    monkeypatch.setattr("opdctl.store.Workspace.runs", lambda self: 1 / 0)
+    (workspace / "runs").write_text("")
+    with monkeypatch.context() as patch:
+        patch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
+        code, out, err = call("runs", "--json")
+    assert (code, json.loads(out)["exit_code"]) == (3, 3)
+    assert "ZeroDivisionError" in err
+    assert "no file, for none can be written" in err
 
 
 def test_an_interrupt_exits_130(call, monkeypatch):
@@ -147,6 +174,17 @@ def test_an_output_that_is_closed_full_or_not_read_on_is_no_bug(workspace, redir
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr
     assert ("cannot write the output: No space left on device" in done.stderr) == (code == 1)
+
+
+@pytest.mark.parametrize("arguments", ["runs", "runs --json", "status first --json", "status x --json", "runs --jsn"])
+@pytest.mark.parametrize("stream", ["", "2"])
+def test_an_error_that_cannot_be_written_keeps_its_exit_code(workspace, finished, arguments, stream):
+    command = f"{sys.executable} -m opdctl {arguments} {stream}>/dev/full"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=workspace, timeout=60)
+    wrong = {"status x --json": 2, "runs --jsn": 2}
+    assert done.returncode == wrong.get(arguments, 0 if stream else 1)
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
 
 
 def test_letters_that_the_output_cannot_hold_are_written_as_codes(workspace):
