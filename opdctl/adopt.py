@@ -136,7 +136,7 @@ def _same(stage: StageDir, files: Sequence[Path]) -> Record:
 
 
 def _take(source: Path, target: Path, link: bool) -> str:
-    """Copy or link one file; its sha256."""
+    """Copy or link one file; its sha256. Raises OpdctlError unless the copy holds what was read."""
     if link:
         try:
             os.link(source.resolve(), target)
@@ -145,11 +145,18 @@ def _take(source: Path, target: Path, link: bool) -> str:
                 f"cannot link {source} into the workspace: {error.strerror}", hint="copy: no --link"
             ) from error
         return sha256(target)
-    digest, buffer = hashlib.sha256(), bytearray(CHUNK)
-    with source.open("rb", buffering=0) as read, target.open("wb", buffering=0) as write:
+    digest, size, buffer = hashlib.sha256(), 0, bytearray(CHUNK)
+    # written through a buffer: a disk that takes only a part of a chunk is then an error
+    with disk_errors(target), source.open("rb", buffering=0) as read, target.open("wb") as write:
         while count := read.readinto(buffer):
             digest.update(memoryview(buffer)[:count])
             write.write(memoryview(buffer)[:count])
+            size += count
+    if (target.stat().st_size, sha256(target)) != (size, digest.hexdigest()):
+        raise OpdctlError(
+            f"{target} is not what was read from {source}: {target.stat().st_size:,} bytes of {size:,}, or others",
+            hint="the disk or the memory fails: look at what the kernel says (dmesg), then import again",
+        )
     return digest.hexdigest()
 
 
@@ -157,10 +164,13 @@ def _take(source: Path, target: Path, link: bool) -> str:
 
 
 def model_files(folder: Path) -> tuple[list[Path], tuple[str, ...]]:
-    """The files of a Hugging Face folder to take, and the names of those to leave. Raises OpdctlError unless they are
-    a whole model: a configuration, a tokenizer, all tensors as safetensors."""
+    """The files of a Hugging Face folder to take, and the names of those to leave.
+
+    Raises ConfigError where there is no folder, OpdctlError unless they are a whole model: a configuration, a
+    tokenizer, all tensors as safetensors.
+    """
     if not folder.is_dir():
-        raise OpdctlError(f"{folder}: no such folder", hint="name a folder in Hugging Face format")
+        raise ConfigError(f"{folder}: no such folder", hint="name a folder in Hugging Face format")
     there = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
     wanted = [path for path in there if any(fnmatch(path.name, pattern) for pattern in (*WANTED, *BESIDE))]
     taken = [path for path in wanted if path.name != RECORD and not any(fnmatch(path.name, p) for p in UNWANTED)]

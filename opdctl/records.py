@@ -74,7 +74,7 @@ def record_of(data: Any) -> Record | str:
 
 
 def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
+    return isinstance(value, str) and "\0" not in value  # some are paths
 
 
 def _is_id(value: Any) -> bool:
@@ -85,7 +85,7 @@ def _is_id(value: Any) -> bool:
 
 
 def _is_parent(value: Any) -> bool:
-    if not isinstance(value, dict) or not all(isinstance(value.get(name), str) for name in ("role", "label", "ref")):
+    if not isinstance(value, dict) or not all(_is_text(value.get(name)) for name in ("role", "label", "ref")):
         return False
     return value.get("record_id") is None or _is_id(value["record_id"])
 
@@ -191,21 +191,25 @@ def sha256(path: Path) -> str:
 
 def write_json(path: Path, value: Any) -> None:
     """Whole or not at all, and on disk when it returns."""
-    text = json.dumps(value, indent=1) + "\n"
     with disk_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        staging = path.with_name(f".{path.name}.part")
-        try:
-            with staging.open("w") as handle:
-                handle.write(text)
-                handle.flush()
-                os.fsync(handle.fileno())
-            os.replace(staging, path)
-        except OSError:
-            with contextlib.suppress(OSError):  # half a file helps nobody, least of all on a full disk
-                staging.unlink()
-            raise
-        sync(path.parent)
+        write_text(path, json.dumps(value, indent=1) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """As `write_json`; raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    staging = path.with_name(f".{path.name}.part")
+    try:
+        with staging.open("w", encoding="utf-8", errors="backslashreplace") as handle:
+            handle.write(text)
+            handle.flush()
+            os.fsync(handle.fileno())
+        os.replace(staging, path)
+    except OSError:
+        with contextlib.suppress(OSError):  # half a file helps nobody, least of all on a full disk
+            staging.unlink()
+        raise
+    sync(path.parent)
 
 
 def read_json(path: Path, *keys: str) -> dict[str, Any] | None:
@@ -235,10 +239,19 @@ _REMEDY = {
     errno.EEXIST: _IN_THE_WAY,
     errno.ENOTDIR: _IN_THE_WAY,
     errno.ENAMETOOLONG: "a name is too long for the file system: shorten --run, stages, axes or their values",
+    errno.EISDIR: "a folder stands where a file is wanted: move it away",
+    errno.ELOOP: "a link leads back to itself: remove it",
+    errno.EFBIG: "no file may be that large: raise the limit (ulimit -f), or take another file system (--workspace)",
+    errno.ENOLCK: "the file system gives no locks: choose a --workspace on another, or have it mounted with locks",
     errno.EMFILE: "too many open files for one process: raise the limit (ulimit -n); then run the same command again",
     errno.EACCES: "no permission: choose another --workspace, or change the folder's permissions",
     errno.EPERM: "no permission: choose another --workspace, or change the folder's permissions",
 }
+
+
+def remedy_of(error: OSError) -> str:
+    """What the user can do about it; empty where that is not known."""
+    return _REMEDY.get(error.errno or 0, "")
 
 
 @contextlib.contextmanager
@@ -247,10 +260,10 @@ def disk_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        remedy = _REMEDY.get(error.errno or 0)
-        if remedy is None:
+        remedy = remedy_of(error)
+        if not remedy:
             raise
-        where = error.filename or path
+        where = error.filename2 or error.filename or path  # of two, the second is what was written
         raise OpdctlError(f"cannot write {where}: {error.strerror}", hint=remedy) from error
 
 

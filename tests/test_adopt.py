@@ -3,6 +3,8 @@
 import json
 import os
 import struct
+import subprocess
+import sys
 
 import pytest
 import toy
@@ -80,6 +82,16 @@ def test_a_pipeline_reads_it_by_path_and_its_lineage_goes_on_behind_it(found, mo
     assert [run.name for run in found.runs()] == ["r", "imports"], "an import is never the newest run"
 
 
+def test_of_one_model_under_two_names_the_lineage_names_the_one_that_was_read(found, model):
+    made = {name: adopt(found, model, name).record.id for name in ("one", "two")}
+    stages = {name: toy.sft(f"path:runs/imports/stages/{name}/checkpoint") for name in made}
+    assert toy.run(toy.pipeline(stages, folder=found.path), "r").failed == {}
+    for name, record_id in made.items():
+        nodes = trace(found, [found.run("r").stage(name)])
+        assert [node.title for node in nodes.values() if node.kind == "import"] == [name]
+        assert record_id in nodes
+
+
 def test_a_checkpoint_of_opdctl_keeps_its_ancestors(found, model):
     base = publish(found, "a", "sft", at=0)
     checkpoint = found.run("a").stage("sft").checkpoint
@@ -125,6 +137,35 @@ def test_what_is_no_whole_model_is_refused_and_nothing_is_left(found, model, why
     with pytest.raises(OpdctlError, match=why):
         adopt(found, model, "base")
     assert not (found.path / "runs").exists()
+
+
+def test_a_folder_that_is_not_there_is_a_wrong_command_line(found, tmp_path):
+    with pytest.raises(ConfigError, match="no such folder"):
+        adopt(found, tmp_path / "nowhere", "base")
+
+
+IMPORT = """
+import resource, sys
+from opdctl.cli import main
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+main(["import", sys.argv[1], "--as", "base", "--workspace", sys.argv[2]])
+"""
+
+
+def test_a_disk_that_takes_only_a_part_of_a_file_publishes_nothing(found, model):
+    (model / "README.md").write_bytes(b"x" * 30_000)  # of a file as large as may be, the kernel writes what fits
+    done = subprocess.run([sys.executable, "-c", IMPORT, model, found.path], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "README.md: File too large" in done.stderr
+    assert "ulimit -f" in done.stderr
+    assert not found.run("imports").stage("base").linked
+
+
+def test_a_copy_that_is_not_what_was_read_is_not_published(found, model, monkeypatch):
+    monkeypatch.setattr("opdctl.adopt.sha256", lambda path: "of other bytes")
+    with pytest.raises(OpdctlError, match="is not what was read from"):
+        adopt(found, model, "base")
+    assert not found.run("imports").stage("base").linked
 
 
 @pytest.mark.parametrize("name", ["", "..", "../x", "a/b", ".hidden", "a[x=1]"])

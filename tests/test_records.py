@@ -17,7 +17,7 @@ OTHER_TYPES = [
     *(("identity", value) for value in (None, [], "x")),
     *(("parents", value) for value in (None, {}, "", [None], [[]])),
     *(("parents", [PARENT | {"record_id": value}]) for value in (1, [], {}, "../x")),
-    *(("parents", [PARENT | {name: value}]) for name in ("role", "label", "ref") for value in (None, 1, [1])),
+    *(("parents", [PARENT | {name: value}]) for name in ("role", "label", "ref") for value in (None, 1, [1], "a\0b")),
     *(("metrics", value) for value in (None, [], *({"loss": wrong} for wrong in (None, "0.5", {}, 10**400)))),
     *(("labels", value) for value in (None, [], {"loss": 1})),
     *(("argv", value) for value in (None, "run", [1])),
