@@ -116,7 +116,7 @@ class Ledger:
 
 def _deleted(note: Path) -> Deleted | None:
     record = record_of(read_json(note))
-    if isinstance(record, str):
+    if isinstance(record, str) or record.id != note.stem:
         return None
     return Deleted(record, datetime.fromtimestamp(note.stat().st_mtime, UTC).isoformat(timespec="seconds"))
 

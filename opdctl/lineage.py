@@ -6,6 +6,7 @@ of the workspace has the same, that one is the parent, wherever the folder was.
 """
 
 import json
+import os
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -123,7 +124,7 @@ class _Tracer:
         if self._models is None and any(_a_folder(parent) for parent in record.parents):
             self._models = Models(records(self._workspace))
         found = (self._models or Models([])).ancestors(record)
-        keyed = [(parent, ids[0] if ids else parent.ref) for parent, ids in found]
+        keyed = [(parent, self._which(parent, ids)) for parent, ids in found]
         edges = [Edge(parent.role, key, parent.label) for parent, key in keyed]
         self.nodes[record.id] = _node(stage, record, edges, self._workspace.ledger.find_deleted(record.id))
         further: list[tuple[StageDir | None, Record]] = []
@@ -131,13 +132,20 @@ class _Tracer:
             if key in self.nodes:
                 continue
             source = self._workspace.checkpoint(key) if key != parent.ref else None
-            if source is not None and (read := source.record()) is not None:
+            if source is not None and (read := source.record()) is not None and read.id == key:
                 further.append((source, read))
             elif source is None and key != parent.ref and (gone := self._workspace.ledger.find_deleted(key)):
                 further.append((None, gone.record))
             else:
                 self.nodes[key] = _outside(parent)
         return further
+
+    def _which(self, parent: Parent, ids: Sequence[str]) -> str:
+        """The parent's key: of several checkpoints with the same files, the one whose folder was named."""
+        if len(ids) > 1:
+            folder = os.path.realpath(os.path.join(self._workspace.path, parent.ref.removeprefix("path:")))
+            ids = sorted(ids, key=lambda one: one != os.path.basename(folder))
+        return ids[0] if ids else parent.ref
 
 
 def _a_folder(parent: Parent) -> bool:

@@ -171,6 +171,14 @@ def test_lineage_says_where_an_ancestor_is_gone(call, finished):
     assert "is gone or damaged" in call("lineage", MAX)[1].replace("\n", " ")
 
 
+def test_lineage_says_that_an_ancestor_is_gone_whose_record_has_another_id(call, finished):
+    path = finished.stage("sft").checkpoint / "record.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"id": "other"}))
+    code, out, err = call("lineage", MAX)
+    assert (code, err) == (0, "")
+    assert "is gone or damaged" in out.replace("\n", " ")
+
+
 def test_lineage_of_a_folder_that_is_no_checkpoint_says_what_is_one(call, finished):
     assert call("lineage", finished.stage("sft").checkpoint)[0] == 0
     code, _, err = call("lineage", finished.stage("sft").path)
