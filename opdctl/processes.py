@@ -27,6 +27,7 @@ NOTE = "processes.json"  # in the attempt's folder, while anything may be left
 LOOK_S = 1.0  # between two looks at the shared memory that they hold
 END_S = 20.0  # that killed processes get to vanish
 SHARED_MEMORY = Path("/dev/shm")
+PREFIX = "opd-"  # of its name
 SHORT = 40  # of a temporary folder: the sockets that Ray and vLLM put in it have paths of at most 107 bytes
 
 
@@ -52,7 +53,7 @@ def guarded(attempt: Path) -> Iterator[Tree]:
     """To start processes in: at the end, or when this process ends in any way, all of them are killed and what they
     left in memory and in temporary files is removed."""
     parent = tempfile.gettempdir()
-    temp = Path(tempfile.mkdtemp(prefix="opd-", dir=parent if len(parent) <= SHORT else "/tmp"))
+    temp = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent if len(parent) <= SHORT else "/tmp"))
     _write_note(attempt, {"temp": str(temp), "host": socket.gethostname(), "boot": boot(), "memory": []})
     # alone in its session, so that what ends this process's group does not end it; it waits for the end of its input
     watcher = subprocess.Popen(
@@ -126,7 +127,9 @@ def end(attempt: Path) -> list[int]:
             return sorted(ended)
         time.sleep(0.02)
     _remove_shared_memory(memory)
-    shutil.rmtree(note["temp"], ignore_errors=True)
+    temp = Path(note["temp"])
+    if temp.name.startswith(PREFIX) and str(temp.parent) in {tempfile.gettempdir(), "/tmp"}:  # as `guarded` makes it
+        shutil.rmtree(temp, ignore_errors=True)
     with contextlib.suppress(FileNotFoundError):
         (attempt / NOTE).unlink()
     return sorted(ended)
@@ -166,11 +169,20 @@ def _cpu_seconds(pid: int) -> float | None:
 
 
 def _read_note(attempt: Path) -> dict[str, Any] | None:
+    """None for what is not exactly of the form that `guarded` writes: it was damaged."""
     try:
         note = json.loads((attempt / NOTE).read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
-    return note if isinstance(note, dict) and note.keys() >= {"temp", "host", "boot", "memory"} else None
+    if not isinstance(note, dict) or not note.keys() >= {"temp", "host", "boot", "memory"}:
+        return None
+    named = isinstance(note["temp"], str) and "\0" not in note["temp"] and isinstance(note["host"], str)
+    whole = named and isinstance(note["boot"], str | None) and isinstance(note["memory"], list)
+    return note if whole and all(map(_is_segment, note["memory"])) else None
+
+
+def _is_segment(pair: Any) -> bool:
+    return isinstance(pair, list) and len(pair) == 2 and all(isinstance(number, int) for number in pair)
 
 
 def _write_note(attempt: Path, note: Mapping[str, Any]) -> None:

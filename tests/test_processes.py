@@ -113,6 +113,41 @@ def test_a_note_of_another_machine_is_left_to_it(attempt, tmp_path):
     assert theirs.exists()
 
 
+DAMAGED = {
+    "memory": [5, None, "x", {}, [1], [[1]], [["1", 2]]],
+    "temp": [None, 5, "/tmp/opd-\0"],
+    "host": [None],
+    "boot": [5],
+}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "null", "[]", "[" * 100_000, "{}", *((key, value) for key, found in DAMAGED.items() for value in found)],
+)
+def test_a_damaged_note_is_none(attempt, text):
+    whole = {"temp": "/tmp/opd-x", "host": processes.socket.gethostname(), "boot": None, "memory": []}
+    (attempt / processes.NOTE).write_text(text if isinstance(text, str) else json.dumps(whole | dict([text])))
+    assert not processes.left(attempt)
+    assert processes.end(attempt) == []
+
+
+@pytest.mark.parametrize("name", ["mine", "opd-mine", "tmp/opd-x/../../opd-mine"])
+def test_a_note_that_names_a_folder_of_others_deletes_none(attempt, tmp_path, monkeypatch, name):
+    monkeypatch.setattr(processes.tempfile, "tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp" / "opd-x").mkdir(parents=True)
+    named = tmp_path / name
+    named.resolve().mkdir()
+    note = {"host": processes.socket.gethostname(), "boot": None, "memory": []}
+    (attempt / processes.NOTE).write_text(json.dumps(note | {"temp": str(named)}))
+    processes.end(attempt)
+    assert named.exists()
+    (attempt / processes.NOTE).write_text(json.dumps(note | {"temp": str(tmp_path / "tmp" / "opd-x")}))
+    processes.end(attempt)
+    assert not (tmp_path / "tmp" / "opd-x").exists()
+    assert not processes.left(attempt)
+
+
 def test_segments_noted_before_the_machine_started_again_are_not_taken_for_new_ones(attempt, tmp_path):
     segment = shared_memory.SharedMemory(create=True, size=64)
     try:
