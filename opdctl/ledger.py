@@ -101,7 +101,7 @@ class Ledger:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             deadline = time.monotonic() + WAIT_S
-            while not _try(descriptor, fcntl.LOCK_EX if alone else fcntl.LOCK_SH):
+            while not _try(descriptor, path, fcntl.LOCK_EX if alone else fcntl.LOCK_SH):
                 if time.monotonic() > deadline:
                     who = "runs that are starting" if alone else "opdctl gc"
                     raise RunBusy(
@@ -131,9 +131,10 @@ def _unlink(path: Path) -> bool:
     return True
 
 
-def _try(descriptor: int, how: int) -> bool:
-    try:
-        fcntl.flock(descriptor, how | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+def _try(descriptor: int, path: Path, how: int) -> bool:
+    with disk_errors(path):
+        try:
+            fcntl.flock(descriptor, how | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from opdctl import processes
-from opdctl.errors import RunBusy
+from opdctl.errors import OpdctlError, RunBusy
 from opdctl.records import disk_errors, read_json, write_json
 from opdctl.secrets import command_line
 
@@ -52,31 +52,47 @@ def hold(path: Path, workers: Callable[[], Iterable[Path]], report: Callable[[st
 
 def held(path: Path) -> bool:
     """Does the orchestrator that signed the lock live, and hold it still? Looks only; another host's cannot be seen."""
-    holder = read_json(path, *SIGNED)
+    holder = _read(path, SIGNED)
     return holder is not None and holder["host"] == socket.gethostname() and _lives(holder)
 
 
 def abandoned(path: Path) -> str:
     """Whose signature the lock still carries although it ended without taking it back: it was killed. Else empty."""
-    holder = read_json(path, *SIGNED)
+    holder = _read(path, SIGNED)
     if holder is None or holder["host"] != socket.gethostname() or _lives(holder):
         return ""
     return f"process {holder['pid']}, of {holder['started']}"
 
 
 def taken(path: Path) -> bool:
-    """Does any process hold the lock: an orchestrator, a worker that outlived one, or somebody on another host?"""
-    holder = read_json(path, *SIGNED)
+    """Does any process hold the lock: an orchestrator, a worker that outlived one, or somebody on another host?
+
+    A lock that cannot be looked at may be held.
+    """
+    holder = _read(path, SIGNED)
     if holder is not None and holder["host"] != socket.gethostname():
         return True
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
+    except OSError:
+        return True
     try:
-        return not _try(descriptor)
+        return not _try(descriptor, path)
+    except OpdctlError:
+        return True
     finally:
         os.close(descriptor)
+
+
+def _read(path: Path, keys: tuple[str, ...]) -> dict[str, Any] | None:
+    """A signature or a worker's note; None where there is none, or where a disk or a hand made it something else."""
+    found = read_json(path, *keys)
+    if found is None or not isinstance(found.get("host", ""), str):
+        return None
+    numbers = [found[key] for key in ("pid", "pgid") if key in keys]
+    return found if all(type(number) is int and number > 0 for number in numbers) else None  # 0 and below mean groups
 
 
 def process_start(pid: int) -> int | None:
@@ -94,15 +110,15 @@ def write_worker(path: Path, pid: int) -> None:
 
 
 def worker_lives(path: Path) -> bool:
-    note = read_json(path, *NOTED)
+    note = _read(path, NOTED)
     return note is not None and _lives(note)
 
 
 def _take(descriptor: int, path: Path, workers: Callable[[], Iterable[Path]], report: Callable[[str], None]) -> None:
     start, told = time.monotonic(), False
-    while not _try(descriptor):
+    while not _try(descriptor, path):
         waited = time.monotonic() - start
-        holder = read_json(path, *SIGNED)
+        holder = _read(path, SIGNED)
         if holder is None:
             if waited > UNSIGNED_S:
                 raise RunBusy(f"run '{path.parent.name}' is in use", hint="try again, or give another --run")
@@ -119,7 +135,7 @@ def _take(descriptor: int, path: Path, workers: Callable[[], Iterable[Path]], re
             if not begun and not told:
                 report(f"waiting for what an opdctl that ended was starting; it holds {path} (fuser -v shows who)")
                 told = True
-        if waited > UNKNOWN_S and not _try(descriptor):
+        if waited > UNKNOWN_S and not _try(descriptor, path):
             raise RunBusy(
                 f"run '{path.parent.name}' is locked by a process that opdctl does not know",
                 hint=f"find it with: fuser -v {path}",
@@ -129,7 +145,7 @@ def _take(descriptor: int, path: Path, workers: Callable[[], Iterable[Path]], re
 
 def _without_note(path: Path, notes: Iterable[Path]) -> list[int]:
     """Workers that hold the lock and left no note, for they were stopped or got no time: they have done nothing yet."""
-    known = {note["pid"] for each in notes if (note := read_json(each, *NOTED))}
+    known = {note["pid"] for each in notes if (note := _read(each, NOTED))}
     lock, found = os.path.realpath(path), []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it ended, or is another user's
@@ -139,12 +155,13 @@ def _without_note(path: Path, notes: Iterable[Path]) -> list[int]:
     return [pid for pid in found if pid not in known and pid != os.getpid()]
 
 
-def _try(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+def _try(descriptor: int, path: Path) -> bool:
+    with disk_errors(path):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
 
 
 def _sign(descriptor: int, path: Path) -> None:
@@ -188,7 +205,7 @@ def _end_what_is_left(attempts: Iterable[Path], report: Callable[[str], None]) -
 
 
 def _stop(notes: Iterable[Path], report: Callable[[str], None]) -> None:
-    left = [note for path in notes if (note := read_json(path, *NOTED)) and _lives(note)]
+    left = [note for path in notes if (note := _read(path, NOTED)) and _lives(note)]
     for note in left:
         report(f"stopping worker {note['pid']}, left behind by an opdctl that ended; it saves its state first")
         with contextlib.suppress(ProcessLookupError):

@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import signal
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from opdctl import lock
-from opdctl.errors import RunBusy
+from opdctl.errors import OpdctlError, RunBusy
 from opdctl.store import Workspace, write_json
 
 
@@ -153,6 +154,61 @@ def test_a_lock_file_that_says_nothing_is_still_a_lock(run, workspace, monkeypat
         with pytest.raises(RunBusy, match="in use"), run.lock():
             pass
         process.kill()
+
+
+def test_a_lock_that_is_a_folder_or_leads_to_itself_is_refused_with_what_to_do(run):
+    path = run.path / ".lock"
+    path.mkdir(parents=True)
+    assert not run.busy()
+    assert not run.at_work()
+    with pytest.raises(OpdctlError, match=f"cannot write {path}: Is a directory") as caught, run.lock():
+        pass
+    assert "move it away" in caught.value.hint
+    path.rmdir()
+    path.symlink_to(".lock")
+    assert not run.busy()
+    assert run.at_work(), "nobody can look who holds it"
+    with pytest.raises(OpdctlError, match=f"cannot write {path}: Too many levels of symbolic links"), run.lock():
+        pass
+
+
+def test_a_file_system_without_locks_is_named(run, monkeypatch):
+    def refuse(descriptor, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    run.path.mkdir(parents=True)
+    (run.path / ".lock").touch()
+    monkeypatch.setattr("opdctl.lock.fcntl.flock", refuse)
+    assert run.at_work()
+    for held in (lambda: lock.hold(run.path / ".lock", list, pytest.fail), run.workspace.ledger.steady):
+        with pytest.raises(OpdctlError, match="No locks available") as caught, held():
+            pass
+        assert "the file system gives no locks" in caught.value.hint
+
+
+@pytest.mark.parametrize("wrong", [{"pid": "a\0"}, {"pid": None}, {"pid": -1}, {"pid": 1.5}, {"host": None}])
+def test_a_signature_with_other_types_is_none(run, wrong):
+    path = run.path / ".lock"
+    note = {"pid": 1, "host": lock.socket.gethostname(), "started": "", "start": lock.process_start(1)}
+    note |= {"boot": lock.processes.boot()}
+    write_json(path, note)
+    assert lock.held(path)
+    write_json(path, note | wrong)
+    assert not lock.held(path)
+    assert not lock.taken(path)
+    assert lock.abandoned(path) == ""
+    with run.lock():
+        pass
+
+
+@pytest.mark.parametrize("wrong", [{"pid": "a\0"}, {"pid": []}, {"pgid": "x"}, {"pgid": 0}])
+def test_a_note_of_a_worker_with_other_types_is_none(run, wrong):
+    attempt = run.stage("sft").new_attempt()
+    attempt.note_worker(os.getpid())
+    assert attempt.lives()
+    write_json(attempt.worker, json.loads(attempt.worker.read_text()) | wrong)
+    assert not attempt.lives()
+    lock._stop([attempt.worker], pytest.fail)
 
 
 def test_a_run_is_busy_while_its_orchestrator_lives_and_no_longer(run, holder):
