@@ -1,5 +1,6 @@
 """`compare`, `report`: what came out of runs, for the terminal and as pages. Nothing here changes a run."""
 
+import os
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -47,16 +48,22 @@ def compare(
 
 
 def _write(path: Path, page: str, option: str) -> None:
-    from opdctl.console import make_console
+    from opdctl.console import join, make_console
     from opdctl.errors import OpdctlError
+    from opdctl.records import remedy_of, write_text
 
     path = path.expanduser()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(page, encoding="utf-8")
+        if path.is_file() or path.is_dir() or not path.exists():
+            write_text(
+                Path(os.path.realpath(path)), page
+            )  # a page that was there stays where this one cannot be written
+        else:  # a pipe, or the terminal
+            path.write_text(page, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise OpdctlError(
-            f"{option}: cannot write {path}: {error.strerror}", hint=f"name another file: {option} FILE"
+            f"{option}: cannot write {path}: {error.strerror}",
+            hint=join((remedy_of(error), f"name another file: {option} FILE"), "; or "),
         ) from error
     make_console(stderr=True).print(f"wrote {path}", soft_wrap=True)
 

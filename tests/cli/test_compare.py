@@ -1,5 +1,6 @@
 """`compare` and `report` as a user calls them."""
 
+import errno
 import json
 import re
 import subprocess
@@ -155,6 +156,37 @@ def test_a_page_that_cannot_be_written_is_refused_with_its_option(call, workspac
         assert code == 1
         assert f"error: {command[-1]}: cannot write {path}: " in err.replace("\n", " ")
         assert f"name another file: {command[-1]} FILE" in err.replace("\n", " ")
+
+
+@pytest.mark.parametrize("command", [("compare", "one", "--html"), ("report", "one", "--out")])
+def test_a_page_that_was_there_stays_where_the_disk_is_full(call, workspace, monkeypatch, command):
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    examined(workspace, "one")
+    pages = workspace / "pages"
+    pages.mkdir()
+    (pages / "page.html").write_text("old")
+    monkeypatch.setattr("os.fsync", full)
+    code, _, err = call(*command, "pages/page.html")
+    assert code == 1
+    assert f"error: {command[-1]}: cannot write pages/page.html: No space left on device" in err
+    assert (
+        f"free space, or move the workspace; then run the same command again; or name another file: {command[-1]}"
+        in err
+    )
+    assert [(path.name, path.read_text()) for path in pages.iterdir()] == [("page.html", "old")]
+
+
+def test_a_page_is_written_where_a_link_or_a_pipe_leads(call, workspace):
+    examined(workspace, "one")
+    (workspace / "link.html").symlink_to("real.html")
+    assert call("report", "one", "--out", "link.html")[0] == 0
+    assert (workspace / "link.html").is_symlink()
+    assert "<html" in (workspace / "real.html").read_text()
+    command = [sys.executable, "-m", "opdctl", "report", "one", "--out", "/dev/stdout"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, "<html" in done.stdout) == (0, True), done.stderr
 
 
 @pytest.mark.parametrize("command", ["compare", "report", "status"])
