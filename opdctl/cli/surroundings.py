@@ -19,6 +19,7 @@ def init(folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder wi
     from opdctl.config import builtin_folder
     from opdctl.console import make_console
     from opdctl.errors import ConfigError
+    from opdctl.records import disk_errors
 
     parts = ("pipelines", "conf")
     taken = [name for name in parts if (folder / name).exists()]
@@ -27,14 +28,29 @@ def init(folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder wi
             f"{folder} has {' and '.join(f'{name}/' for name in taken)} already; nothing was copied",
             hint="choose another folder, or delete what is there",
         )
+    staging = folder / ".init.part"  # a copy that was cut short must not look like a workspace
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name in parts:
-            shutil.copytree(builtin_folder() / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        with disk_errors(folder):
+            shutil.rmtree(staging, ignore_errors=True)
+            for name in parts:
+                _copy(builtin_folder() / name, staging / name)
+            for name in parts:
+                (staging / name).rename(folder / name)
     except OSError as error:
         raise ConfigError(f"{folder}: {error.strerror}", hint="choose a folder that can be written to") from None
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
     first = sorted((folder / "pipelines").glob("*.yaml"))[0].relative_to(folder)
     make_console().print(f"{folder}: pipelines/ and conf/ to edit\nnext: cd {folder} && opdctl plan {first}")
+
+
+def _copy(source: Path, target: Path) -> None:
+    """The files below a folder, one by one: `shutil.copytree` gathers its errors into one without a number."""
+    for path in sorted(source.rglob("*")):
+        if path.is_file() and "__pycache__" not in path.parts:
+            there = target / path.relative_to(source)
+            there.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(path, there)
 
 
 def export(

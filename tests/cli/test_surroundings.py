@@ -2,8 +2,12 @@
 
 import json
 import socket
+import subprocess
+import sys
 
 import pytest
+
+from opdctl.cli import main
 
 
 def test_init_copies_pipelines_and_conf_once(call, workspace):
@@ -14,6 +18,43 @@ def test_init_copies_pipelines_and_conf_once(call, workspace):
     code, _, err = call("init", "new")
     assert code == 2
     assert "has pipelines/ and conf/ already" in err
+
+
+INIT = """
+import resource
+from opdctl.cli import main
+resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
+main(["init", "new"])
+"""
+
+
+def test_init_that_the_disk_cuts_short_leaves_no_half_workspace(call, workspace):
+    done = subprocess.run([sys.executable, "-c", INIT], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "error: cannot write new/.init.part/" in done.stderr
+    assert "File too large" in done.stderr
+    assert "ulimit -f" in done.stderr
+    assert list((workspace / "new").iterdir()) == []
+    assert call("init", "new")[0] == 0
+
+
+def test_init_that_was_killed_is_done_again(call, workspace, monkeypatch):
+    class Killed(BaseException):
+        """Ends the process where no handler runs: what it leaves, it leaves."""
+
+    def kill(*_):
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr("opdctl.cli.surroundings.shutil.copy2", kill)
+        patch.setattr("opdctl.cli.surroundings.shutil.rmtree", lambda *_, **__: None)
+        with pytest.raises(Killed):
+            main(["init", "new"])
+    assert [path.name for path in (workspace / "new").iterdir()] == [".init.part"]
+    (workspace / "new/.init.part/pipelines/half.yaml").write_text("")
+    assert call("init", "new")[0] == 0
+    assert sorted(path.name for path in (workspace / "new").iterdir()) == ["conf", "pipelines"]
+    assert not (workspace / "new/pipelines/half.yaml").exists()
 
 
 def test_doctor_finds_this_machine_fit(call):
