@@ -1,12 +1,15 @@
 """Records as other programs, disks and hands may have left them; and writing that fails."""
 
 import json
+import resource
+import shutil
 from dataclasses import asdict
 
 import pytest
 from checkpoints import record
 
-from opdctl.records import RECORD, parse_record
+from opdctl.errors import OpdctlError
+from opdctl.records import RECORD, disk_errors, parse_record
 
 LISTED = {"sha256": "0", "size": 7, "mtime_ns": 0}
 PARENT = {"role": "init", "label": "base", "ref": "model:", "record_id": None}
@@ -47,3 +50,14 @@ def test_a_record_may_hold_whatever_a_run_may_measure(tmp_path):
     made = record(parents=["p"], metrics={"loss": float("nan"), "reward": float("-inf"), "models": 2}, argv=["\udc80"])
     (tmp_path / RECORD).write_text(json.dumps(asdict(made)))
     assert str(parse_record(tmp_path)) == str(made)
+
+
+def test_of_a_copy_that_fails_the_target_is_named(tmp_path):
+    (tmp_path / "from").write_bytes(b"x" * 10_000)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(OpdctlError, match=f"cannot write {tmp_path / 'to'}: File too large"), disk_errors(tmp_path):
+            shutil.copyfile(tmp_path / "from", tmp_path / "to")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
