@@ -93,6 +93,7 @@ def check(
 
 def _ask_models(launcher: "Launcher", items: "list[PlannedStage]", judged: "dict[str, list[Verdict]]") -> list[str]:
     """Adds what the models say to what is judged. Returns the stages whose inputs are still to be made."""
+    from opdctl.errors import StageRefused
     from opdctl.settings import GateSettings
     from opdctl.verdicts import accept
 
@@ -108,5 +109,9 @@ def _ask_models(launcher: "Launcher", items: "list[PlannedStage]", judged: "dict
         from opdctl.engine.gate import check_models  # seconds: PyTorch
 
         with redirect_stdout(sys.stderr), chdir(spec.workspace):  # what a verifier of the user's own prints, or imports
-            judged[name] = [*judged[name], *accept(check_models(spec, settings, _Quiet()), settings.accept)]
+            try:
+                asked = check_models(spec, settings, _Quiet())
+            except StageRefused as error:
+                raise StageRefused(f"stages.{name}: {error}", hint=error.hint) from error
+        judged[name] = [*judged[name], *accept(asked, settings.accept)]
     return waiting

@@ -9,7 +9,7 @@ just made; `opdctl/engine/gate.py` asks the models.
     eos                the ids that end an answer                                       language.py
     generation_config  penalties and the like that only one model was made with         language.py
     chat_template      the difference, line by line                                     language.py
-    context            the longest sequence within every model's positions              lengths.py
+    context            sequences within every model's positions, prompts within bounds  lengths.py
     same_model         a teacher is another model than the student                      origin.py
     origin             both descend from one checkpoint: by records, else by weights    origin.py
     routing            a teacher for every row                                          rows.py

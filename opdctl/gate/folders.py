@@ -8,14 +8,17 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from opdctl.errors import OpdctlError
 from opdctl.records import read_json, sha256
 from opdctl.settings import NewModel
 from opdctl.weight_files import StoredTensor, tensors_in, weight_files
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 TOKENIZER = "tokenizer.json"
 OUTPUT, EMBEDDINGS = "lm_head.weight", "embed_tokens.weight"
@@ -64,6 +67,17 @@ class Files:
         """Of tokenizer.json; None for other formats, which only a tokenizer's own library reads."""
         file = self.folder / TOKENIZER
         return _vocabulary(file) if file.is_file() else None
+
+    def tokens(self, texts: Sequence[str]) -> list[int] | None:
+        """How many each of them has, special ones that a tokenizer would add left out; None where tokenizer.json does
+        not tell."""
+        file = self.folder / TOKENIZER
+        if not file.is_file():
+            return None
+        try:
+            return [len(_tokenizer(file, sha256(file)).encode(text, add_special_tokens=False)) for text in texts]
+        except Exception:  # the library has no narrower one; what is wrong is said by whoever asks the model
+            return None
 
     @cached_property
     def named(self) -> Mapping[str, str]:
@@ -154,6 +168,9 @@ class NewFiles(Files):
         self.vocabulary = Vocabulary(list(model.tokenizer.words), {pad: 0, begin: 1, end: 2})
         self.template, self.tensors = None, {}
 
+    def tokens(self, texts: Sequence[str]) -> list[int]:
+        return [len(text.split()) for text in texts]
+
 
 _READ: dict[str, Vocabulary | None] = {}  # sha256 of a tokenizer.json -> what it says: nine teachers share one
 _KEPT = 4
@@ -166,6 +183,17 @@ def _vocabulary(file: Path) -> Vocabulary | None:
             del _READ[next(iter(_READ))]
         _READ[digest] = _read(read_json(file) or {})
     return _READ[digest]
+
+
+@lru_cache(maxsize=1)
+def _tokenizer(file: Path, digest: str) -> "Tokenizer":
+    """`digest`: of the file, which may be another one by now."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(file))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def _read(tokenizer: Mapping[str, Any]) -> Vocabulary | None:

@@ -16,8 +16,17 @@ from opdctl.data.check import SPOILS, text_of
 from opdctl.data.near import words
 from opdctl.errors import OpdctlError
 from opdctl.preflight import uncovered
-from opdctl.settings import AnyTask, EffortSettings, FileTask, OpdSettings, PublicTask, TaskSettings
-from opdctl.tasks import Split, Task, load_task
+from opdctl.settings import (
+    AnyTask,
+    EffortSettings,
+    FileTask,
+    Mixture,
+    OpdSettings,
+    PublicTask,
+    RlvrSettings,
+    TaskSettings,
+)
+from opdctl.tasks import Prompt, Split, Task, load_task
 from opdctl.tasks.mixer import Mixer, stream_seed
 from opdctl.verdicts import Outcome, Verdict
 
@@ -27,6 +36,7 @@ MAIN = 0.9  # share of the rows: a teacher of so many is alone in most steps, ho
 ROWS = 200_000  # of a split that are looked at for overlap
 CHUNK = 1024  # rows that a task is asked for at once
 SAMPLED = 64  # prompts of a task and effort whose lengths are looked at
+READ = 4096  # the same, of rows in memory
 SHOWN = 3
 
 
@@ -137,18 +147,34 @@ def _dealt(spec: StageSpec, config: OpdSettings) -> Iterator[Counter[str]]:
 # ---------------------------------------------------------------------------------------------------------- lengths
 
 
-def longest_prompt(spec: StageSpec) -> int:
-    """Words of the longest of the first `SAMPLED` prompts of each task and effort; 1 where none can be read."""
-    longest, mixture = 1, spec.config["data"]
+def first_prompts(spec: StageSpec) -> dict[str, list[Prompt]]:
+    """Task -> the prompts that the stage will ask first, at every effort: `SAMPLED` of a generator, `READ` of rows in
+    memory. Of a task played in turns they begin its episodes. Tasks that cannot be read are left out."""
+    tasks: dict[str, Task] = {}
+    mixture = Mixture.model_validate(spec.config["data"])
+    for name in spec.tasks.keys() & set(mixture.tasks):
+        with contextlib.suppress(OpdctlError):
+            tasks[name] = _open(spec, name, spec.tasks[name])
     split: Split = "eval" if spec.kind == "eval" else "train"
-    for name in dict.fromkeys(mixture["tasks"]):
-        for effort in dict.fromkeys(mixture.get("efforts") or [None]):
-            with contextlib.suppress(OpdctlError):
-                task = _open(spec, name, spec.tasks[name])
-                count = min(SAMPLED, task.size(split) or SAMPLED)
-                asked = task.prompts(split, spec.seed, 0, count, effort)
-                longest = max([longest, *(len(text_of(prompt).split()) for prompt in asked)])
-    return longest
+    seed = spec.config.get("seed", spec.seed) if spec.kind == "eval" else stream_seed(spec.seed, spec.kind)
+    mixer = Mixer(tasks, mixture, split, seed)
+    found: dict[str, list[Prompt]] = {}
+    for cell, (name, _) in enumerate(mixer.cells):
+        with contextlib.suppress(OpdctlError):
+            if name in tasks:
+                size = tasks[name].size(split)
+                count = min(_wanted(spec, mixer, cell, size), SAMPLED if size is None else READ)
+                found.setdefault(name, []).extend(row.prompt for row in mixer.cell_rows(cell, 0, count))
+    return found
+
+
+def _wanted(spec: StageSpec, mixer: Mixer, cell: int, size: int | None) -> int:
+    """Rows of a cell that the stage will see; the next ones of RL with dynamic sampling are not foreseen."""
+    prompts = int(spec.config["rollout"]["prompts"])
+    if "train" not in spec.config:
+        return prompts if size is None else size if spec.config.get("whole") else min(prompts, size)
+    settings = (OpdSettings if spec.kind == "opd" else RlvrSettings).model_validate(spec.config)
+    return len(mixer.dealt(cell, 0, -(-settings.train.max_steps // settings.updates) * prompts))
 
 
 # ---------------------------------------------------------------------------------------------------------- overlap

@@ -198,3 +198,23 @@ def test_an_exam_whose_prompts_a_stage_before_it_trains_on_is_refused(call, pipe
     assert code == 1, out + err
     assert "✗ overlap  task exam: refuse  (exam)" in out
     assert "1 of 7 held-out prompts are trained on as rows of mine, 1 word for word" in " ".join(out.split())
+
+
+def test_a_prompt_that_is_too_long_is_found_in_the_files_and_named_with_its_stage(call, pipeline, workspace):
+    name = pipeline()
+    edit(workspace / name, lambda tree: tree["stages"]["opd"]["config"]["rollout"].update(max_prompt_tokens=2))
+    code, out, _ = call("check", name, "--files-only")
+    assert code == 1
+    assert "✗ context  task math: refuse  (opd)" in out
+    code, _, err = call("run", name)
+    assert code == 1
+    assert "config.rollout.max_prompt_tokens is 2" in " ".join(err.split())
+    assert not (workspace / "runs" / "p" / "stages" / "opd" / "attempts").exists()
+
+
+def test_what_only_a_model_is_refused_for_is_told_with_its_stage(call, pipeline, workspace):
+    name = pipeline()
+    edit(workspace / name, lambda tree: tree["stages"]["opd"]["config"]["rollout"].update(max_prompt_tokens=2))
+    code, _, err = call("check", name)
+    assert code == 1
+    assert "error: stages.opd: a prompt has" in err

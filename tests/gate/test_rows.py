@@ -118,7 +118,7 @@ def exam(tmp_path):
         }
         (tmp_path / "e").rename(tmp_path / "exam.jsonl")
         tasks["exam"]["eval_path"] = str(tmp_path / "exam.jsonl")
-        rollout = {"max_prompt_tokens": 8, "max_completion_tokens": 8}
+        rollout = {"prompts": 4, "max_prompt_tokens": 8, "max_completion_tokens": 8}
         return stage(
             tmp_path,
             "eval",
