@@ -8,17 +8,14 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from opdctl.errors import OpdctlError
 from opdctl.records import read_json, sha256
 from opdctl.settings import NewModel
 from opdctl.weight_files import StoredTensor, tensors_in, weight_files
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 TOKENIZER = "tokenizer.json"
 OUTPUT, EMBEDDINGS = "lm_head.weight", "embed_tokens.weight"
@@ -74,8 +71,10 @@ class Files:
         file = self.folder / TOKENIZER
         if not file.is_file():
             return None
+        from opdctl.engine.tokens import count_tokens
+
         try:
-            return [len(_tokenizer(file, sha256(file)).encode(text, add_special_tokens=False)) for text in texts]
+            return count_tokens(file, texts)
         except Exception:  # the library has no narrower one; what is wrong is said by whoever asks the model
             return None
 
@@ -183,17 +182,6 @@ def _vocabulary(file: Path) -> Vocabulary | None:
             del _READ[next(iter(_READ))]
         _READ[digest] = _read(read_json(file) or {})
     return _READ[digest]
-
-
-@lru_cache(maxsize=1)
-def _tokenizer(file: Path, digest: str) -> "Tokenizer":
-    """`digest`: of the file, which may be another one by now."""
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(file))
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
 
 
 def _read(tokenizer: Mapping[str, Any]) -> Vocabulary | None:
