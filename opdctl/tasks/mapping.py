@@ -2,13 +2,15 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from opdctl.errors import ConfigError
+from opdctl.references import near_miss
 from opdctl.settings import FileTask
 from opdctl.tasks.shards import BadRow, data_files, read_raw
 from opdctl.tasks.verifiers import answer_problem
@@ -39,15 +41,29 @@ class Row:
         return " ".join(" ".join([*turns, *self.images]).split())
 
 
+class NoColumn(BadRow):
+    def __init__(self, missing: Sequence[str], has: Sequence[str]) -> None:
+        super().__init__(f"no column {', '.join(map(repr, missing))}; it has: {', '.join(has) or 'none'}")
+        self.missing, self.has = tuple(missing), has
+
+
 def read_rows(path: Path, settings: FileTask, key: str) -> list[Row]:
     """All rows of a path, checked; raises ConfigError naming up to ten bad ones, each with its number."""
     rows: list[Row] = []
     problems: list[str] = []
+    absent: Counter[tuple[str, ...]] = Counter()
+    has: dict[str, None] = {}
     for file, number, row in stream_rows(path, settings, key):
         if isinstance(row, Row):
             rows.append(row)
         else:
             problems.append(f"{key}: {file}, row {number}: {row}")
+            if isinstance(row, NoColumn):
+                absent[row.missing] += 1
+                has |= dict.fromkeys(row.has)
+    for missing, count in absent.items():
+        if count == len(problems) > 1 and not rows:
+            raise ConfigError(list(_never_there(missing, has, count, path, settings, key)))
     if len(problems) > SHOWN:
         problems[SHOWN:] = [f"{key}: {path}: {len(problems) - SHOWN} more bad rows"]
     if problems:
@@ -55,6 +71,18 @@ def read_rows(path: Path, settings: FileTask, key: str) -> list[Row]:
     if not rows:
         raise ConfigError(f"{key}: {path} holds no rows")
     return rows
+
+
+def _never_there(
+    missing: Sequence[str], has: Iterable[str], count: int, path: Path, settings: FileTask, key: str
+) -> Iterator[str]:
+    """A misspelt column is no fault of the rows: it is told once, by the key that names it."""
+    by_key = {name: getattr(settings, name) for name in ("prompt", "answer", "completion", "images")}
+    named = [*by_key.items(), *(("columns", column) for column in settings.columns)]
+    for name, column in named:
+        if column in missing:
+            told = f"no column {column!r} in any of {count:,} rows of {path}{near_miss(column, has, 'columns')}"
+            yield f"{key.rpartition('.')[0]}.{name}: {told}"
 
 
 def stream_rows(path: Path, settings: FileTask, key: str) -> Iterator[tuple[Path, int, Row | BadRow]]:
@@ -78,8 +106,7 @@ def _row(number: int, raw: Any, wanted: Sequence[str], settings: FileTask) -> Ro
         raise BadRow(f"{type(raw).__name__} where an object is wanted")
     found = {column: _look_up(raw, column, settings) for column in wanted}
     if missing := [column for column in wanted if found[column] is _ABSENT]:
-        has = ", ".join(map(str, raw)) or "none"
-        raise BadRow(f"no column {', '.join(map(repr, missing))}; it has: {has}")
+        raise NoColumn(missing, list(map(str, raw)))
     messages: Sequence[Message] = ()
     completion = None
     if settings.template == "chat":

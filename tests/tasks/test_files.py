@@ -271,10 +271,22 @@ def test_a_bad_conversation_is_refused(tmp_path, question, message):
 
 def test_all_bad_rows_are_named_up_to_ten(tmp_path):
     with pytest.raises(ConfigError) as caught:
-        task(tmp_path, [{"question": "a"}] * 25)
+        task(tmp_path, [{"question": "", "result": 1}] * 25)
     assert len(caught.value.problems) == 11
     assert ", row 10: " in caught.value.problems[9]
     assert caught.value.problems[10].endswith("15 more bad rows")
+
+
+def test_a_column_that_no_row_has_is_told_once_by_its_key_with_the_near_one(tmp_path):
+    rows = [{"question": "a", "results": 1}, *[{"question": "a", "note": "b"}] * 29]
+    with pytest.raises(ConfigError) as caught:
+        task(tmp_path, rows, columns=["level"])
+    file = tmp_path / "rows.jsonl"
+    assert caught.value.problems == [
+        f"tasks.sums.answer: no column 'result' in any of 30 rows of {file} (did you mean 'results'? columns: "
+        "question, results, note)",
+        f"tasks.sums.columns: no column 'level' in any of 30 rows of {file} (columns: question, results, note)",
+    ]
 
 
 @pytest.mark.parametrize(
