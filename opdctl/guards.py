@@ -118,7 +118,8 @@ class Guards:
             self.refused.add(stage)
         for verdict in verdicts:
             if verdict.outcome != "go" and not verdict.stops:
-                yield Order(stage, "tell", f"gate: {verdict.check} ({verdict.told}): {verdict.evidence}")
+                told = f"gate: {verdict.check}, {verdict.subject} ({verdict.told}): {verdict.evidence}"
+                yield Order(stage, "tell", f"{told}; {verdict.remedy}" if verdict.remedy else told)
 
     def _order(self, stage: str, one: _Guarded, alarm: Alarm) -> Order:
         with contextlib.suppress(OSError):  # of a full disk: it is told all the same

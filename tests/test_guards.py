@@ -275,7 +275,7 @@ def test_a_refusal_of_the_gate_is_known_and_warnings_are_told_once(tmp_path):
     warned = Verdict("eos", "a -> b", Outcome.WARN, "two ids", "map them")
     refused = Verdict("grader", "task plain", Outcome.REFUSE, "always 0", "mend it")
     write_verdicts(made.gate, "key", [warned, refused])
-    assert [order.text for order in guards.turn()] == ["gate: eos (warn): two ids"]
+    assert [order.text for order in guards.turn()] == ["gate: eos, a -> b (warn): two ids; map them"]
     assert (guards.turn(), guards.ended("sft"), guards.refused) == ([], [], {"sft"})
 
 

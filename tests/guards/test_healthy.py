@@ -44,6 +44,6 @@ def test_a_recipe_runs_under_gate_and_watchdog_without_a_warning(recipe, overrid
     outcome = execute(make_plan(pipeline, Workspace(workspace).run(recipe)), reporter=notes)
     assert (outcome.failed, outcome.not_run) == ({}, {})
     told = [text for (text,) in notes.of("message") if "gate:" in text or "watchdog:" in text]
-    assert [text for text in told if not any(f"gate: {check} (" in text for check in FOREIGN.get(recipe, ()))] == []
+    assert [text for text in told if not any(f"gate: {check}, " in text for check in FOREIGN.get(recipe, ()))] == []
     assert not list(workspace.glob("runs/*/stages/**/alarms.jsonl"))
     assert list(workspace.glob("runs/*/stages/**/gate.json"))
