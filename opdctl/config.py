@@ -324,7 +324,16 @@ class _Resolution:
             meant = _meant(self.config, found[1]) if found else ""
             raise ConfigError(f"'{raw}' refers to nothing{meant}") from error
         except OmegaConfBaseException as error:
+            if (ours := _ours(error)) is not None:
+                raise ConfigError(f"'{raw}': {ours} ({ours.hint})") from error
             raise ConfigError(f"'{raw}': {first_line(str(error))}") from error
+
+
+def _ours(error: BaseException | None) -> ConfigError | None:
+    """What a resolver of ours raised; OmegaConf wraps it more than once."""
+    while error is not None and not isinstance(error, ConfigError):
+        error = error.__context__
+    return error
 
 
 def _meant(config: "DictConfig", key: str) -> str:

@@ -67,7 +67,7 @@ def from_environment(name: str) -> str | None:
 def reference(name: str) -> str:
     """Raises ConfigError where there is no such variable."""
     if not os.environ.get(name):
-        raise ConfigError(f"secret:{name}: the environment variable {name} is not set", hint=_EXPORT)
+        raise ConfigError(f"the environment variable {name} is not set", hint=_EXPORT)
     _referred.add(name)
     return f"${{secret:{name}}}"
 

@@ -107,6 +107,16 @@ def test_a_missing_variable_is_named(monkeypatch):
     assert "export it" in caught.value.hint
 
 
+def test_a_missing_variable_of_a_pipeline_is_told_by_its_key_and_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.delenv("NOT_THERE", raising=False)
+    (tmp_path / "p.yaml").write_text(json.dumps({"name": "p", "tracking": {"uri": "${secret:NOT_THERE}"}}))
+    with pytest.raises(ConfigError) as caught:
+        load_pipeline(tmp_path / "p.yaml", workspace=tmp_path)
+    [told] = [line for line in caught.value.problems if line.startswith("tracking.uri")]
+    start = "tracking.uri: '${secret:NOT_THERE}': the environment variable NOT_THERE is not set (export it in the shell"
+    assert told.startswith(start)
+
+
 def test_arguments_are_masked_by_key_by_shape_and_by_value(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "value-of-a-token")
     given = ["run", "p", "scale.api_key=xyz", "tracking.uri=http://u:pw@h", "a=value-of-a-token", "b.api_key=${c}"]
