@@ -205,7 +205,8 @@ def check_route_columns(settings: OpdStage, pipeline: PipelineSettings) -> Itera
             yield "config.route_by", f"'{column}' is there twice; name it once"
         known = [*STATIC_COLUMNS, *_file_columns(settings, pipeline)]
         if column not in known:
-            yield "config.route_by", f"rows have no column '{column}'" + near_miss(column, known, "columns")
+            told = f"rows have no column '{column}'" + near_miss(column, known, "columns")
+            yield "config.route_by", f"{told}; tasks.NAME.columns takes one from a file, tasks.NAME.constants sets one"
         for name in settings.config.data.tasks if column not in STATIC_COLUMNS else ():
             task = pipeline.tasks.get(name)
             if column in known and column not in _further(task):

@@ -3,10 +3,12 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+from opdctl.adopt import RUN as IMPORTS
 from opdctl.errors import ConfigError
 from opdctl.fetch import DATA, DATA_FOLDER, MODELS, MODELS_FOLDER
 from opdctl.pipeline import Pipeline
 from opdctl.settings import FileTask, PublicTask, ToolTaskSettings
+from opdctl.store import Workspace
 from opdctl.tasks.shards import data_files
 
 
@@ -48,6 +50,10 @@ def missing_files(pipeline: Pipeline) -> Iterator[str]:
         elif not (pipeline.folder / folder).is_dir():
             name = Path(folder).name
             makes = name in MODELS and Path(folder).parent.name == MODELS_FOLDER
-            yield f"{key}: no such folder: {folder}" + (f" (opdctl model fetch {name} makes it)" if makes else "")
+            adopted = Workspace(pipeline.folder).run(IMPORTS).stage(name).path / "checkpoint"
+            hint = f" (opdctl model fetch {name} makes it)" if makes else ""
+            if adopted.is_dir():
+                hint = f" (imported as {name}: path:{adopted.relative_to(pipeline.folder)})"
+            yield f"{key}: no such folder: {folder}{hint}"
         elif not (pipeline.folder / folder / "config.json").is_file():
             yield f"{key}: {folder} is no model in Hugging Face format: it has no config.json"

@@ -242,6 +242,12 @@ BAD = [
         "rows have no column 'domian' (did you mean 'domain'?",
     ),
     (
+        {"stages.fuse.config.route_by": ["kind"]},
+        "stages.fuse.config.route_by",
+        "rows have no column 'kind' (columns: domain, effort); tasks.NAME.columns takes one from a file, "
+        "tasks.NAME.constants sets one",
+    ),
+    (
         {"stages.max.labels": {}},
         "stages.fuse.inputs.teachers",
         "'max[domain=math]' has no label 'effort' to be routed by",

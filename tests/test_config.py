@@ -290,6 +290,14 @@ def test_a_model_that_can_be_fetched_is_told_with_the_command(files):
     ]
 
 
+def test_a_folder_that_an_imported_model_is_called_by_is_told_where_it_is(files):
+    (files / "runs/imports/stages/mine/checkpoint").mkdir(parents=True)
+    assert refused('stages.base.inputs.init="path:models/mine"').problems == [
+        "stages.base.inputs.init: no such folder: models/mine (imported as mine: "
+        "path:runs/imports/stages/mine/checkpoint)"
+    ]
+
+
 def test_yaml_makes_no_objects(files):
     (files / "pipelines" / "evil.yaml").write_text("name: !!python/object/apply:os.system ['touch made']\n")
     assert "not valid YAML" in str(refused(path="pipelines/evil.yaml"))
