@@ -5,13 +5,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from opdctl.cli.options import HERE, JsonOption, WorkspaceOption, complete_runs
+from opdctl.cli.options import HERE, JsonOption, RunOption, WorkspaceOption, complete_runs
 
 if TYPE_CHECKING:
     from opdctl.store import StageDir, Workspace
 
 CheckpointArgument = Annotated[
-    str, typer.Argument(metavar="RUN:STAGE|PATH|RECORD", help="A checkpoint: in force, by folder, or by record id.")
+    str,
+    typer.Argument(
+        metavar="RUN:STAGE|PATH|RECORD", help="A checkpoint: in force, by folder, or by record id. With --run a STAGE."
+    ),
 ]
 
 
@@ -74,9 +77,10 @@ def pin(
         str | None,
         typer.Argument(
             metavar="RUN:STAGE|PATH|RECORD",
-            help="A checkpoint: in force, by folder, or by record id. If absent, pins are listed.",
+            help="A checkpoint: in force, by folder, or by record id. With --run a STAGE. If absent, pins are listed.",
         ),
     ] = None,
+    run_name: RunOption = None,
     reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="Why it has to stay.")] = "",
     json: JsonOption = False,
     workspace: WorkspaceOption = HERE,
@@ -93,7 +97,7 @@ def pin(
     found = Workspace(workspace)
     if checkpoint is not None:
         with found.ledger.steady():
-            stage = find_checkpoint(found, checkpoint)
+            stage = find_checkpoint(found, checkpoint, run_name)
             since = datetime.now().astimezone().isoformat(timespec="seconds")
             found.ledger.pin(Pin(stage.pinned, stage.run, stage.name, reason, since, getuser()))
     pins = found.ledger.pins()
@@ -105,7 +109,7 @@ def pin(
         make_console(stderr=True).print(f"nothing is pinned in {workspace}", soft_wrap=True)
 
 
-def unpin(checkpoint: CheckpointArgument, workspace: WorkspaceOption = HERE) -> None:
+def unpin(checkpoint: CheckpointArgument, run_name: RunOption = None, workspace: WorkspaceOption = HERE) -> None:
     """Take a pin away: gc may delete the checkpoint then, if nothing else needs it."""
     from opdctl.console import make_console
     from opdctl.errors import ConfigError
@@ -113,20 +117,24 @@ def unpin(checkpoint: CheckpointArgument, workspace: WorkspaceOption = HERE) -> 
 
     found = Workspace(workspace)
     known = found.ledger.pins()
-    record_id = checkpoint if checkpoint in known else find_checkpoint(found, checkpoint).pinned
+    stage = None if checkpoint in known else find_checkpoint(found, checkpoint, run_name)
+    record_id = checkpoint if stage is None else stage.pinned
     if not found.ledger.unpin(record_id):
-        raise ConfigError(f"{checkpoint} is not pinned (record {record_id})", hint="opdctl pin lists what is")
+        own = [pin.record_id for pin in known.values() if stage and (pin.run, pin.stage) == (stage.run, stage.name)]
+        others = f"pinned of {stage.run}:{stage.name} is another checkpoint" if stage and own else ""
+        hint = f"{others}: {'; '.join(f'opdctl unpin {one}' for one in own)}" if others else "opdctl pin lists what is"
+        raise ConfigError(f"{checkpoint} is not pinned (record {record_id})", hint=hint)
     make_console().print(f"{record_id} is pinned no more", soft_wrap=True)
 
 
-def find_checkpoint(workspace: "Workspace", text: str) -> "StageDir":
-    """The stage with the checkpoint that a RUN:STAGE, a folder or a record id means."""
+def find_checkpoint(workspace: "Workspace", text: str, run_name: str | None = None) -> "StageDir":
+    """The stage with the checkpoint that a RUN:STAGE, a folder or a record id means; with a run the name of a stage."""
     from opdctl.cli.inspect import at_path, find_run, finished_stage
     from opdctl.errors import ConfigError
 
-    if Path(text).expanduser().is_dir():
+    if run_name is None and Path(text).expanduser().is_dir():
         return at_path(workspace, Path(text).expanduser().resolve())
-    run, colon, stage = text.partition(":")
+    run, colon, stage = (run_name, ":", text) if run_name is not None else text.partition(":")
     if colon:
         found, record = finished_stage(find_run(workspace.path, run), stage)
         return (found.reference() or found).at(record.id)

@@ -70,6 +70,21 @@ def test_pins_are_set_listed_and_taken_away(call, replaced, monkeypatch):
     assert "is not pinned" in err
 
 
+def test_a_stage_may_be_named_with_its_run_beside_it(call, replaced):
+    assert call("pin", "sft", "--run", "first")[0] == 0
+    assert [pin["stage"] for pin in json.loads(call("pin", "--json")[1])["pins"]] == ["sft"]
+    assert call("unpin", "sft", "--run", "first")[0] == 0
+    assert json.loads(call("pin", "--json")[1]) == {"pins": []}
+
+
+def test_a_pin_of_an_older_checkpoint_of_the_stage_is_told_with_the_command_that_takes_it_away(call, replaced):
+    call("pin", "20260103T000000-2")
+    code, _, err = call("unpin", "first:sft")
+    assert code == 2
+    told = "pinned of first:sft is another checkpoint: opdctl unpin 20260103T000000-2"
+    assert told in " ".join(err.split())
+
+
 @pytest.mark.parametrize("text", ["nothing", "first:nothing", "other:sft", "../x", "."])
 def test_what_is_no_checkpoint_cannot_be_pinned(call, replaced, text):
     assert call("pin", text)[0] == 2
