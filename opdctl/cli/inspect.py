@@ -232,20 +232,20 @@ def _stage_line(stage: "StageDir", kind: str, gates: Any) -> "StageLine":
     if not attempts:
         return StageLine(stage.name, kind, "not started")
     step = stage.state_step() or 0
-    if reason := _failure(attempts[-1]):
+    if reason := failure(attempts[-1]):
         return StageLine(stage.name, kind, "failed", step, note=reason)
     return StageLine(stage.name, kind, "half-trained" if step else "stopped", step)
 
 
 def _since(stage: "StageDir", attempts: Sequence["Attempt"]) -> str:
     """What came of an attempt that is later than the checkpoint in force: one with other settings or inputs."""
-    if attempts and (reason := _failure(attempts[-1])):
+    if attempts and (reason := failure(attempts[-1])):
         return f"attempt {attempts[-1].number}, later, failed: {reason}"
     step = stage.state_step()
     return f"attempt {attempts[-1].number}, later, stopped at step {step}" if attempts and step else ""
 
 
-def _failure(attempt: "Attempt") -> str:
+def failure(attempt: "Attempt") -> str:
     """Why an attempt failed; empty if it was stopped, or killed together with who would have noticed."""
     from opdctl.records import read_json
     from opdctl.supervisor import error_file

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from opdctl.cli.inspect import find_run, find_stage
+from opdctl.cli.inspect import failure, find_run, find_stage
 from opdctl.cli.options import HERE, RunOption, StageArgument, WorkspaceOption
 
 if TYPE_CHECKING:
@@ -42,7 +42,9 @@ def logs(
     else:
         printed = _print_from(chosen[0], 0)
     if not printed:
-        make_console(stderr=True).print(f"the worker of {stage} printed nothing; its steps: opdctl status {run.name}")
+        why = failure(attempts[-1]) if (attempts := found.attempts()) else ""
+        told = f"the worker of {stage} printed nothing; its steps: opdctl status {run.name}"
+        make_console(stderr=True).print(f"{told}\nit failed: {why}" if why else told, soft_wrap=True)
 
 
 def _follow(run: "RunDir", stage: "StageDir", first: int, *, only: bool) -> int:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 
+from opdctl.supervisor import tell_failure
 from opdctl.watchdog import Alarm
 from opdctl.watchdog.history import note_alarm
 
@@ -126,6 +127,13 @@ def test_an_empty_log_is_said_to_be_empty(call, finished):
         code, out, err = call("logs", "low", *follow)
         assert (code, out) == (0, "")
         assert "low printed nothing" in err
+
+
+def test_an_empty_log_of_a_failed_stage_says_why_it_failed(call, finished):
+    attempt = finished.stage("low").attempts()[-1]
+    attempt.log.write_text("")
+    tell_failure(attempt, "a prompt has 3 tokens", "raise the bound")
+    assert "it failed: a prompt has 3 tokens" in call("logs", "low")[2]
 
 
 def test_following_a_finished_stage_ends_at_once(call, finished):
