@@ -162,6 +162,11 @@ def redact(text: str) -> str:
     return text
 
 
+def shown(text: str) -> str:
+    """A setting to be shown: references as the user wrote them, what was written out masked."""
+    return redact(REFERENCE.sub(lambda found: MASK if found[1].startswith(MADE) else found[0], text))
+
+
 def _mask(found: re.Match[str]) -> str:
     start, end = (at - found.start() for at in found.span("secret"))
     whole, secret = found[0], found["secret"]

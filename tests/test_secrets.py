@@ -117,6 +117,15 @@ def test_a_missing_variable_of_a_pipeline_is_told_by_its_key_and_what_to_do(tmp_
     assert told.startswith(start)
 
 
+def test_an_address_is_shown_but_for_its_secrets(monkeypatch):
+    monkeypatch.setenv("MLF_URI", "http://me:pass-word@host.example:5000")
+    monkeypatch.setenv("MLF_PW", "pass-word")
+    assert secrets.shown("${secret:MLF_URI}") == "${secret:MLF_URI}"
+    assert secrets.shown("http://me:${secret:MLF_PW}@host:5000") == "http://me:${secret:MLF_PW}@host:5000"
+    assert secrets.shown(conceal("http://me:other-word@host:5000", "tracking.uri")) == "http://***@host:5000"
+    assert secrets.shown("http://host:5000/?token=abcdefgh") == "http://host:5000/?token=***"
+
+
 def test_arguments_are_masked_by_key_by_shape_and_by_value(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "value-of-a-token")
     given = ["run", "p", "scale.api_key=xyz", "tracking.uri=http://u:pw@h", "a=value-of-a-token", "b.api_key=${c}"]

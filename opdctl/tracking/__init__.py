@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from opdctl.errors import OpdctlError
 from opdctl.pipeline import Pipeline
 from opdctl.records import Parent
-from opdctl.secrets import redact, reveal
+from opdctl.secrets import redact, reveal, shown
 from opdctl.settings import Tracking as TrackingSettings
 from opdctl.store import Attempt, Record, RunDir, StageDir, Workspace
 from opdctl.tracking import journal, server
@@ -125,6 +125,7 @@ def _target(
     database = None if settings.uri else workspace.tracking_database
     return Target(
         uri=reveal(settings.uri) if settings.uri else f"sqlite:///{workspace.tracking_database}",
+        shown=shown(settings.uri) if settings.uri else f"sqlite:///{workspace.tracking_database}",
         database=database,
         artifacts=(workspace.path / "mlartifacts").as_uri() if database else None,
         experiment=settings.experiment or name,
@@ -144,14 +145,14 @@ class Left:
 
     @property
     def uri(self) -> str:
-        return redact(self.target.uri)
+        return self.target.shown
 
     def tell(self, *, wait_s: float) -> str:
         """Under the run's lock; says what is still not told after that time, empty if nothing."""
         stages = self.run.stages()
         for stage in stages:
             journal.end_dead(stage)
-        tracker = Tracker(self.target, self.run, stages)
+        tracker = Tracker(self.target, self.run, stages, aloud=False)
         missing = tracker.close(_status(self.run), wait_s=wait_s, give_up=lambda: False)
         return missing or "; ".join(tracker.complaints())
 
@@ -201,7 +202,8 @@ def end_stale(workspace: Workspace, works: Callable[[RunDir], bool], *, dry_run:
 class Tracker:
     """The thread. Stages are told of in the order in which they started."""
 
-    def __init__(self, target: "Target", run: RunDir, left: Iterable[StageDir] = ()) -> None:
+    def __init__(self, target: "Target", run: RunDir, left: Iterable[StageDir] = (), *, aloud: bool = True) -> None:
+        """`aloud`: an error is a complaint while the run goes on; else `close` alone says it."""
         self._target, self._run = target, run
         self._open = {stage.name: stage for stage in left}  # stages with something to tell
         self._running: set[str] = set()
@@ -213,6 +215,8 @@ class Tracker:
         self._told = False
         self._unended = False  # a start or an end could not be written down: the next process finds it out
         self._error = ""  # of the last try
+        self._heard = ""  # the error among the complaints, which the user reads before what `close` returns
+        self._aloud = aloud
         self._complained = 0  # how often of the server
         self._thread = threading.Thread(target=self._work, name="tracking", daemon=True)
         if self._open:
@@ -276,9 +280,9 @@ class Tracker:
             with contextlib.suppress(OpdctlError):  # the next process looks once more, and finds nothing left to tell
                 self._run.write_info(tracking={"id": self._target.pipeline_run, "pending": False})
             return ""
-        why = f": {self._error}" if self._error else ""
+        why = (" (why: see above)" if self._error == self._heard else f": {self._error}") if self._error else ""
         return (
-            f"not yet in MLflow at {redact(self._target.uri)}: {waiting}{why}; "
+            f"not yet in MLflow at {self._target.shown}: {waiting}{why}; "
             f"the next run of this pipeline tells it, or: opdctl repair {self._run.name}"
         )
 
@@ -331,9 +335,10 @@ class Tracker:
 
     def _complain(self, error: Unreachable) -> None:
         self._error = str(error)
-        if not self._complained:
+        if self._aloud and not self._complained:
+            self._heard = self._error
             self._complaints.put(
-                f"tracking: MLflow at {redact(self._target.uri)} does not answer as it should ({self._error}); "
+                f"tracking: MLflow at {self._target.shown} does not answer as it should ({self._error}); "
                 "training goes on, and what is missing there is told later"
             )
         self._complained += 1

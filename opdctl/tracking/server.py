@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import re
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -29,6 +30,18 @@ SETUP_S = 60.0  # that another process gets to set up the database
 TRIES = 3  # of one thing alone, at a server that takes others
 AWAY = (408, 425, 429, 502, 503, 504)  # HTTP states of a server that may answer later
 PAGE = 1000  # runs in one answer
+# What MLflow tells in many words, of which the address, often a secret, is left out
+SIGNS = [
+    (re.compile(sign), sentence)
+    for sign, sentence in {
+        r"failed with error code 401\b": "it refuses the user or the password (401)",
+        r"failed with error code 403\b": "the user may not do this there (403): see user and password",
+        r"failed with error code 404\b": "nothing is at this address (404): is it an MLflow server?",
+        r"Connection refused": "the connection is refused: nothing listens at this host and port",
+        r"Failed to resolve|Name or service not known": "there is no host of this name",
+        r"unsupported URI|filesystem tracking backend": "the address has no scheme that MLflow knows, such as http://",
+    }.items()
+]
 
 
 class Unreachable(Exception):
@@ -45,6 +58,7 @@ class Target:
     """Where a pipeline run is tracked."""
 
     uri: str
+    shown: str  # to the user: without its secrets
     database: Path | None  # the workspace's own SQLite file, if that is what `uri` is
     artifacts: str | None  # where a new experiment keeps artifacts; None: where the server wants them
     experiment: str
@@ -104,7 +118,8 @@ def asking() -> Iterator[None]:
         raise
     except Exception as error:
         told = redact(next(iter(str(error).splitlines()), "")) or type(error).__name__
-        raise Unreachable(told, away=_is_away(error)) from error
+        known = next((sentence for sign, sentence in SIGNS if sign.search(str(error))), told)
+        raise Unreachable(known, away=_is_away(error)) from error
 
 
 def probe(client: "MlflowClient", run_id: str) -> None:
