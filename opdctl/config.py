@@ -47,7 +47,7 @@ def load_pipeline(path: str | Path, overrides: Sequence[str] = (), *, workspace:
     confs = [conf for conf in (file.parent.parent / "conf", builtin_folder() / "conf") if conf.is_dir()]
     instances = [text for text in overrides if _INSTANCE.match(text)]
     plain = [_forced(text, confs) for text in overrides if not _INSTANCE.match(text)]
-    config = _compose(file, list(dict.fromkeys(confs)), plain)
+    config = _compose(file, source, list(dict.fromkeys(confs)), plain)
     problems = [*_made_up(config, overrides), *_one_seed(config)]
     resolution = _Resolution(config)
     tree = resolution.tree()
@@ -91,7 +91,7 @@ def _forced(text: str, confs: Sequence[Path]) -> str:
     return text if group or free else f"++{text}"
 
 
-def _compose(file: Path, confs: Sequence[Path], overrides: Sequence[str]) -> "DictConfig":
+def _compose(file: Path, source: str, confs: Sequence[Path], overrides: Sequence[str]) -> "DictConfig":
     from hydra import compose, initialize_config_dir
     from hydra.errors import HydraException, OverrideParseException
     from omegaconf.errors import OmegaConfBaseException
@@ -110,11 +110,11 @@ def _compose(file: Path, confs: Sequence[Path], overrides: Sequence[str]) -> "Di
         absent = re.search(r"Could not override '([^']*)'.*?Key '([^']*)' is not in struct", told, re.DOTALL)
         if absent:
             values = [text for text in overrides if "." not in text.partition("=")[0]]
-            meant = _meant(_compose(file, confs, values), absent[1])
+            meant = _meant(_compose(file, source, confs, values), absent[1])
             key = absent[1] if meant else f"{absent[1]}.{absent[2]}"
             hint = f"to add it nevertheless: +{key}=VALUE"
             raise ConfigError(f"{key}: there is no such key{meant}", hint=hint) from error
-        raise composition_problem(error, file) from error
+        raise composition_problem(error, source) from error
 
 
 def _quoted(text: str) -> str:

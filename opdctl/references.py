@@ -31,6 +31,7 @@ MANY: Mapping[str, tuple[str, ...]] = {
     "sample": (),
     "select": ("models",),
 }
+LISTED = 24  # known words in a message: all checks of the gate
 ROUND = "round"  # the axis of inputs with `first` and `then`
 SEED = "seed"  # the axis that `seeds` adds
 _SEEDED = re.compile(rf"\[{SEED}=(-?\d+)\]|,{SEED}=(-?\d+)(?=[,\]])|(?<=\[){SEED}=(-?\d+),")
@@ -59,7 +60,7 @@ def near_miss(word: Any, options: Iterable[str], what: str) -> str:
     """` (did you mean 'lr'? keys: lr, betas)`, to put behind a message about an unknown word."""
     known = list(options)
     close = get_close_matches(str(word), known, n=1)
-    shown = ", ".join(known[:12]) + (f" and {len(known) - 12} more" if len(known) > 12 else "")
+    shown = ", ".join(known[:LISTED]) + (f" and {len(known) - LISTED} more" if len(known) > LISTED else "")
     meant = f"did you mean '{close[0]}'? " if close else ""
     return f" ({meant}{what}: {shown or 'none'})"
 

@@ -159,9 +159,9 @@ def test_folders_with_odd_names_work(files):
 @pytest.mark.parametrize(
     ("override", "key", "text"),
     [
-        ("scale=smal", "small.yaml", "no 'smal' in group 'scale' (did you mean 'small'? options: "),
+        ("scale=smal", SMALL, "no 'smal' in group 'scale' (did you mean 'small'? options: "),
         ("scael=small", "scael", "unknown key (did you mean 'scale'?"),
-        ("scale=null", "small.yaml", "Config group override must be a string or a list"),
+        ("scale=null", SMALL, "Config group override must be a string or a list"),
         ("seed=\u00fc", "override seed=\u00fc", "a character that needs quotes"),
         ("seed=9223372036854775808", "seed", "must be less than 9223372036854775808"),
         ("scale.stepz=3", "scale.stepz", "there is no such key (did you mean 'steps'? keys of scale: "),
@@ -212,11 +212,11 @@ def test_folders_with_odd_names_work(files):
         (
             "stage@stages.bas=sft",
             "override stage@stages.bas",
-            "the defaults of small.yaml have no such entry (did you mean",
+            "the defaults of pipelines/small.yaml have no such entry (did you mean",
         ),
         ("axes.rung={a: 1}", "axes.rung", "must be a list, not a mapping"),
         ("stages.base.config.data=[a]", "stages.base.config.data", "must be a mapping, not a list"),
-        ("~stages.nothing", "small.yaml", "Could not delete from config"),
+        ("~stages.nothing", SMALL, "Could not delete from config"),
     ],
 )
 def test_a_bad_override_is_told_by_its_key(files, override, key, text):
@@ -229,16 +229,20 @@ def test_a_bad_override_is_told_by_its_key(files, override, key, text):
     [
         (SMALL, "name: [a\nb: c\n", "pipelines/small.yaml:2:2: not valid YAML"),
         ("conf/stage/sft.yaml", "kind: sft\n  x: {\n", "conf/stage/sft.yaml:2:4: not valid YAML"),
-        (SMALL, "defaults: [/nogroup: x, _self_]\nname: a\n", "small.yaml: no 'x' in group 'nogroup'"),
+        (SMALL, "defaults: [/nogroup: x, _self_]\nname: a\n", f"{SMALL}: no 'x' in group 'nogroup'"),
         (
             SMALL,
             "defaults: [{/stage@a: sft}, {/stage@a: opd}, _self_]\nname: a\n",
-            "small.yaml: defaults: 'stage@a' is there twice",
+            "pipelines/small.yaml: defaults: 'stage@a' is there twice",
         ),
-        (SMALL, "defaults: [{/stage@a: sft}, _self_]\na: [1]\n", "small.yaml: a key is a list here and a mapping in a"),
+        (
+            SMALL,
+            "defaults: [{/stage@a: sft}, _self_]\na: [1]\n",
+            "pipelines/small.yaml: a key is a list here and a mapping in a",
+        ),
         (SMALL, "name: a\neach: {x: 1}\n", "each: unknown key"),
         (SMALL, "name: a\nstages: [1]\n", "stages: required"),
-        (SMALL, "- 1\n", "small.yaml: "),
+        (SMALL, "- 1\n", "pipelines/small.yaml: "),
         (SMALL, "stages:\n  a: {kind: sft}\n  a: {kind: sft}\n", "small.yaml:3:3: not valid YAML"),
     ],
 )

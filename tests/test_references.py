@@ -1,10 +1,13 @@
 """Names without their seed, and inputs that change from round to round."""
 
+from typing import get_args
+
 import pytest
 from recipes import recipe
 
 from opdctl.errors import ConfigError
-from opdctl.references import add_axis, unseeded, without_seeds
+from opdctl.references import add_axis, near_miss, unseeded, without_seeds
+from opdctl.settings import GateCheck
 from opdctl.templates import marker
 
 
@@ -120,3 +123,8 @@ def test_rounds_that_read_each_other_in_a_circle_are_found():
     changes = {"fuse.inputs.student": {"first": "stage:max[domain=math,round=2]", "then": "stage:fuse"}}
     told = problems(changes)
     assert any("they read each other in a circle" in line for line in told), told
+
+
+def test_an_unknown_word_is_told_with_all_that_are_known_while_they_fit_in_a_message():
+    assert " more)" not in near_miss("near", get_args(GateCheck), "checks")
+    assert near_miss("near", map(str, range(40)), "numbers").endswith("22, 23 and 16 more)")
