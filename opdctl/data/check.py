@@ -162,6 +162,7 @@ class _Side:
         self._prompt, self._completion = array("q"), array("q")
         self._columns: dict[str, Counter[str]] = {}
         self._bad: list[Bad] = []
+        self._whys: set[str] = set()  # two at most: is there more than one?
         self._lengths, self._sample, self._random = lengths, sample, random.Random(0)
         self._refused = ""
 
@@ -169,6 +170,9 @@ class _Side:
         """The words of the prompts that are no bad rows."""
         self._bad += [row for row in chunk if isinstance(row, Bad)][: SHOWN - len(self._bad)]
         self.report.bad += sum(isinstance(row, Bad) for row in chunk)
+        for row in chunk:
+            if isinstance(row, Bad) and len(self._whys) < 2:
+                self._whys.add(row.why)
         examples = [row for row in chunk if isinstance(row, Example)]
         told = []
         for example in examples:
@@ -221,10 +225,10 @@ class _Side:
     def finish(self, report: Report, limits: Sequence[Limit]) -> None:
         mine = report.splits[self.split] = self.report
         find = report.findings.append
-        for bad in self._bad:
-            find(Finding(True, f"{bad.where}: {bad.why}"))
-        if mine.bad > len(self._bad):
-            find(Finding(True, f"{self.split}: {mine.bad - len(self._bad):,} more bad rows"))
+        if mine.bad > 1 and not mine.rows and len(self._whys) == 1:  # a misspelt column is no fault of the rows
+            find(Finding(True, f"{self.split}: all {mine.bad:,} rows: {self._bad.pop().why}"))
+        else:
+            self._tell_bad(find)
         mine.columns = {name: dict(counts.most_common(VALUES)) for name, counts in sorted(self._columns.items())}
         mine.distinct = {name: len(counts) for name, counts in mine.columns.items()}
         exact, answers = self.exact.numpy(), self._answers.numpy()
@@ -242,6 +246,12 @@ class _Side:
             find(Finding(True, f"{self.split}: {self._refused}"))
         elif mine.rows:
             self._bound(report, limits)
+
+    def _tell_bad(self, find: Callable[[Finding], None]) -> None:
+        for bad in self._bad:
+            find(Finding(True, f"{bad.where}: {bad.why}"))
+        if self.report.bad > len(self._bad):
+            find(Finding(True, f"{self.split}: {self.report.bad - len(self._bad):,} more bad rows"))
 
     def _bound(self, report: Report, limits: Sequence[Limit]) -> None:
         import numpy as np

@@ -138,3 +138,11 @@ def test_memory_grows_by_tens_of_bytes_a_row(tmp_path):
 
     peak(100)  # imports
     assert (peak(12_000) - peak(4_000)) / 8_000 < 150
+
+
+def test_what_all_rows_lack_is_told_once(tmp_path):
+    report = check(source(tmp_path, many(30), answer="ans"), lengths=None)
+    told = ["train: all 30 rows: no column 'ans'; it has: q, a", "there is no row to train on"]
+    assert (texts(report, spoils=True), report.splits["train"].bad) == (told, 30)
+    report = check(source(tmp_path, [{"q": "a"}, *many(20)]), lengths=None)
+    assert texts(report, spoils=True) == [f"{tmp_path}/train.jsonl, row 1: no column 'a'; it has: q"]
