@@ -123,7 +123,14 @@ DAMAGED = {
 
 @pytest.mark.parametrize(
     "text",
-    ["", "null", "[]", "[" * 100_000, "{}", *((key, value) for key, found in DAMAGED.items() for value in found)],
+    [
+        "",
+        "null",
+        "[]",
+        pytest.param("[" * 100_000, id="deep"),
+        "{}",
+        *((key, value) for key, found in DAMAGED.items() for value in found),
+    ],
 )
 def test_a_damaged_note_is_none(attempt, text):
     whole = {"temp": "/tmp/opd-x", "host": processes.socket.gethostname(), "boot": None, "memory": []}

@@ -101,7 +101,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         told = ConfigError(error.format_message(), hint=_help_of(error))
         _end(error.exit_code, error.show, *_tellers(told, invocation.json)[1:])
     except Exception:  # the boundary: what nobody foresaw is a bug, and is kept for its report
-        where = _keep_traceback(invocation.workspace, traceback.format_exc())
+        kept = _keep_traceback(invocation.workspace, traceback.format_exc())
+        where = str(kept or "no file, for none can be written: it stands above")
         document = json.dumps({"error": "unexpected error", "exit_code": 3, "traceback": where})
         says = [lambda: typer.echo(f"opdctl: unexpected error, a bug: the traceback is in {where}", err=True)]
         _end(3, *says, *([lambda: typer.echo(document)] if invocation.json else []))
@@ -146,8 +147,8 @@ def _settle_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def _keep_traceback(workspace: Path, text: str) -> str:
-    """Where it is now: beside the runs if there are any, else in the temporary folder, else nowhere but on stderr."""
+def _keep_traceback(workspace: Path, text: str) -> Path | None:
+    """Beside the runs if there are any, else in the temporary folder; told on stderr where neither can be written."""
     from opdctl import __version__, secrets
 
     name = f"crash-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}.txt"
@@ -161,7 +162,7 @@ def _keep_traceback(workspace: Path, text: str) -> str:
             with contextlib.suppress(OSError):  # half of it helps nobody
                 path.unlink()
         else:
-            return str(path)
+            return path
     with contextlib.suppress(OSError):
         typer.echo(told, err=True)
-    return "no file, for none can be written: it stands above"
+    return None
