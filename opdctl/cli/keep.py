@@ -1,5 +1,6 @@
 """`gc`, `pin`, `unpin`, `verify`, `import`: what a workspace keeps, whether it is whole, what is adopted into it."""
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -131,6 +132,7 @@ def find_checkpoint(workspace: "Workspace", text: str, run_name: str | None = No
     """The stage with the checkpoint that a RUN:STAGE, a folder or a record id means; with a run the name of a stage."""
     from opdctl.cli.inspect import at_path, find_run, finished_stage
     from opdctl.errors import ConfigError
+    from opdctl.fields import NAME_PATTERN
 
     if run_name is None and Path(text).expanduser().is_dir():
         return at_path(workspace, Path(text).expanduser().resolve())
@@ -138,7 +140,7 @@ def find_checkpoint(workspace: "Workspace", text: str, run_name: str | None = No
     if colon:
         found, record = finished_stage(find_run(workspace.path, run), stage)
         return (found.reference() or found).at(record.id)
-    if "/" not in text and (known := workspace.checkpoint(text)) is not None:
+    if re.fullmatch(NAME_PATTERN, text) and (known := workspace.checkpoint(text)) is not None:
         return known
     raise ConfigError(
         f"'{text}' is no checkpoint of {workspace.path}",

@@ -85,7 +85,7 @@ def test_a_pin_of_an_older_checkpoint_of_the_stage_is_told_with_the_command_that
     assert told in " ".join(err.split())
 
 
-@pytest.mark.parametrize("text", ["nothing", "first:nothing", "other:sft", "../x", "."])
+@pytest.mark.parametrize("text", ["nothing", "first:nothing", "other:sft", "../x", ".", "*", "**x", "[0-9]*"])
 def test_what_is_no_checkpoint_cannot_be_pinned(call, replaced, text):
     assert call("pin", text)[0] == 2
     assert json.loads(call("pin", "--json")[1]) == {"pins": []}
