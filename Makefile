@@ -2,7 +2,8 @@
 # another with PYTHON=python3.12. Everything is installed into .venv, from constraints.txt.
 PYTHON ?= python3
 VERL_PYTHON ?= python3.11
-JOBS ?= 2
+# Of `make test`, one more than two cores: a test often waits for a process that starts.
+JOBS ?= 3
 BIN := .venv/bin
 VERL := .venv-verl
 

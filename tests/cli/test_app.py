@@ -81,7 +81,7 @@ def test_with_json_an_error_is_a_document_too(call):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["pin", "x", "--run", "r", "--json"], ["runs", "--jsn", "--json"], ["status", "--json", "--run", "x"]]
+    "arguments", [["pin", "x", "--rum", "r", "--json"], ["runs", "--jsn", "--json"], ["status", "--json", "--run", "x"]]
 )
 def test_with_json_a_wrong_command_line_is_a_document_too(call, arguments):
     code, out, err = call(*arguments)
