@@ -17,6 +17,7 @@ from pathlib import Path
 
 from opdctl.errors import ConfigError, RunBusy
 from opdctl.fields import NAME_PATTERN
+from opdctl.lock import try_lock
 from opdctl.records import RECORD, Record, disk_errors, read_json, record_of, sync, write_json
 
 WAIT_S = 60.0  # for a gc, which only renames while it holds the lock, or for runs that start
@@ -101,7 +102,7 @@ class Ledger:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             deadline = time.monotonic() + WAIT_S
-            while not _try(descriptor, path, fcntl.LOCK_EX if alone else fcntl.LOCK_SH):
+            while not try_lock(descriptor, path, fcntl.LOCK_EX if alone else fcntl.LOCK_SH):
                 if time.monotonic() > deadline:
                     who = "runs that are starting" if alone else "opdctl gc"
                     raise RunBusy(
@@ -129,12 +130,3 @@ def _unlink(path: Path) -> bool:
             return False
         sync(path.parent)
     return True
-
-
-def _try(descriptor: int, path: Path, how: int) -> bool:
-    with disk_errors(path):
-        try:
-            fcntl.flock(descriptor, how | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True

@@ -79,7 +79,7 @@ def taken(path: Path) -> bool:
     except OSError:
         return True
     try:
-        return not _try(descriptor, path)
+        return not try_lock(descriptor, path)
     except OpdctlError:
         return True
     finally:
@@ -116,7 +116,7 @@ def worker_lives(path: Path) -> bool:
 
 def _take(descriptor: int, path: Path, workers: Callable[[], Iterable[Path]], report: Callable[[str], None]) -> None:
     start, told = time.monotonic(), False
-    while not _try(descriptor, path):
+    while not try_lock(descriptor, path):
         waited = time.monotonic() - start
         holder = _read(path, SIGNED)
         if holder is None:
@@ -135,7 +135,7 @@ def _take(descriptor: int, path: Path, workers: Callable[[], Iterable[Path]], re
             if not begun and not told:
                 report(f"waiting for what an opdctl that ended was starting; it holds {path} (fuser -v shows who)")
                 told = True
-        if waited > UNKNOWN_S and not _try(descriptor, path):
+        if waited > UNKNOWN_S and not try_lock(descriptor, path):
             raise RunBusy(
                 f"run '{path.parent.name}' is locked by a process that opdctl does not know",
                 hint=f"find it with: fuser -v {path}",
@@ -155,10 +155,11 @@ def _without_note(path: Path, notes: Iterable[Path]) -> list[int]:
     return [pid for pid in found if pid not in known and pid != os.getpid()]
 
 
-def _try(descriptor: int, path: Path) -> bool:
+def try_lock(descriptor: int, path: Path, how: int = fcntl.LOCK_EX) -> bool:
+    """Whether it could be had at once. Raises OpdctlError where the file system has no locks."""
     with disk_errors(path):
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, how | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
         return True

@@ -55,9 +55,7 @@ def _write(path: Path, page: str, option: str) -> None:
     path = path.expanduser()
     try:
         if path.is_file() or path.is_dir() or not path.exists():
-            write_text(
-                Path(os.path.realpath(path)), page
-            )  # a page that was there stays where this one cannot be written
+            write_text(Path(os.path.realpath(path)), page)  # leaves the page that was there, if this one cannot be
         else:  # a pipe, or the terminal
             path.write_text(page, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
