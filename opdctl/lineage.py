@@ -142,10 +142,10 @@ class _Tracer:
 
     def _which(self, parent: Parent, ids: Sequence[str]) -> str:
         """The parent's key: of several checkpoints with the same files, the one whose folder was named."""
-        if len(ids) > 1:
-            folder = os.path.realpath(os.path.join(self._workspace.path, parent.ref.removeprefix("path:")))
-            ids = sorted(ids, key=lambda one: one != os.path.basename(folder))
-        return ids[0] if ids else parent.ref
+        if not ids:
+            return parent.ref
+        named = os.path.basename(os.path.realpath(self._workspace.path / parent.ref.removeprefix("path:")))
+        return named if named in ids else ids[0]
 
 
 def _a_folder(parent: Parent) -> bool:

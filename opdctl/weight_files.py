@@ -35,12 +35,16 @@ class StoredTensor:
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a Hugging Face folder; where it has both, the single one and not those of an index, as
     engines read it. Raises OpdctlError unless all are there and whole, with the tensors that the index promises."""
+    return list(tensors_by_file(folder))
+
+
+def tensors_by_file(folder: Path) -> dict[Path, dict[str, StoredTensor]]:
+    """What each of `weight_files` lists. Raises OpdctlError as that does."""
     if (folder / SINGLE).is_file():
-        tensors_in(folder / SINGLE)
-        return [folder / SINGLE]
+        return {folder / SINGLE: tensors_in(folder / SINGLE)}
     if not (folder / INDEX).is_file():
         raise _no_weights(folder)
-    return [folder / name for name in _indexed(folder)]
+    return _indexed(folder)
 
 
 def tensors_in(file: Path) -> dict[str, StoredTensor]:
@@ -75,7 +79,7 @@ def _placed(file: Path, data: int, entry: Mapping[str, Any]) -> StoredTensor:
     return tensor
 
 
-def _indexed(folder: Path) -> Sequence[str]:
+def _indexed(folder: Path) -> dict[Path, dict[str, StoredTensor]]:
     try:
         listed = json.loads((folder / INDEX).read_text())["weight_map"]
         names = sorted(set(listed.values()))
@@ -93,11 +97,12 @@ def _indexed(folder: Path) -> Sequence[str]:
             f"{folder / INDEX} names files that are not in the folder: {some(missing)}",
             hint="the download or copy was not complete; repeat it",
         )
-    for name in names:
-        promised = {tensor for tensor, file in listed.items() if file == name}
-        if lost := sorted(promised - tensors_in(folder / name).keys()):
-            raise OpdctlError(f"{folder / name} lacks tensors that {INDEX} says it holds: {some(lost)}")
-    return names
+    found = {folder / name: tensors_in(folder / name) for name in names}
+    for file, tensors in found.items():
+        promised = {tensor for tensor, name in listed.items() if name == file.name}
+        if lost := sorted(promised - tensors.keys()):
+            raise OpdctlError(f"{file} lacks tensors that {INDEX} says it holds: {some(lost)}")
+    return found
 
 
 def _no_weights(folder: Path) -> OpdctlError:

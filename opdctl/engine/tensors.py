@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from opdctl.errors import OpdctlError
-from opdctl.weight_files import INDEX, SINGLE, tensors_in, weight_files
+from opdctl.weight_files import INDEX, SINGLE, StoredTensor, tensors_by_file
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 SHARD_BYTES = 5_000_000_000  # of one file, as transformers has it
@@ -61,17 +61,16 @@ def stored_tensors(folder: Path) -> Iterator[dict[str, OpenTensor]]:
     files: list[int] = []
     try:
         found: dict[str, OpenTensor] = {}
-        for path in weight_files(folder):
+        for path, tensors in tensors_by_file(folder).items():
             files.append(os.open(path, os.O_RDONLY))
-            found |= _listed(path, files[-1])
+            found |= _opened(path, tensors, files[-1])
         yield found
     finally:
         for file in files:
             os.close(file)
 
 
-def _listed(path: Path, file: int) -> dict[str, OpenTensor]:
-    found = tensors_in(path)
+def _opened(path: Path, found: Mapping[str, StoredTensor], file: int) -> dict[str, OpenTensor]:
     if odd := [name for name, tensor in found.items() if tensor.dtype not in DTYPES]:
         raise OpdctlError(
             f"{path}: {odd[0]} is of type {found[odd[0]].dtype}, and only {', '.join(DTYPES)} can be computed with",

@@ -15,7 +15,7 @@ from typing import Any
 from opdctl.errors import OpdctlError
 from opdctl.records import read_json, sha256
 from opdctl.settings import NewModel
-from opdctl.weight_files import StoredTensor, tensors_in, weight_files
+from opdctl.weight_files import StoredTensor, tensors_by_file
 
 TOKENIZER = "tokenizer.json"
 OUTPUT, EMBEDDINGS = "lm_head.weight", "embed_tokens.weight"
@@ -143,7 +143,7 @@ class Files:
     def tensors(self) -> Mapping[str, StoredTensor]:
         """Name -> where it is; empty without safetensors, or where they are not whole."""
         try:
-            return {name: one for file in weight_files(self.folder) for name, one in tensors_in(file).items()}
+            return {name: one for held in tensors_by_file(self.folder).values() for name, one in held.items()}
         except OpdctlError:  # told by whoever reads the weights
             return {}
 
