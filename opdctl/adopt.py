@@ -18,15 +18,16 @@ from typing import Any
 from opdctl.digests import installed, model_of
 from opdctl.errors import ConfigError, OpdctlError
 from opdctl.fetch import UNWANTED, WANTED
+from opdctl.fields import NAME, NAME_PATTERN
 from opdctl.identity import fingerprint
 from opdctl.lineage import IMPORT
 from opdctl.records import RECORD, disk_errors, parse_record, sha256
-from opdctl.settings import NAME_PATTERN
 from opdctl.store import Parent, Record, RunDir, StageDir, Workspace
 from opdctl.weight_files import weight_files
 
 RUN = "imports"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tiktoken.model")
+READ_FIRST = ("generation_config.json", "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json")
 BESIDE = ("LICENSE*", "NOTICE*", "README*")  # are taken along
 CHUNK = 1 << 22  # bytes
 
@@ -56,7 +57,7 @@ def adopt(
     Raises OpdctlError for a folder that is no whole model in safetensors, ConfigError where `name` is taken.
     """
     if not re.fullmatch(NAME_PATTERN, name):
-        raise ConfigError(f"--as: '{name}' cannot name a model", hint="use letters, digits and _ . -")
+        raise ConfigError(f"--as: '{name}' cannot name a model", hint=f"use {NAME}")
     files, left_out = model_files(source)
     run = workspace.run(RUN)
     stage = run.stage(name)
@@ -183,6 +184,9 @@ def model_files(folder: Path) -> tuple[list[Path], tuple[str, ...]]:
             f"{folder}: no tokenizer ({', '.join(TOKENIZERS)})",
             hint="copy the tokenizer's files beside the weights: they belong to the model",
         )
+    for name in READ_FIRST:
+        if name in names:
+            _json(folder / name)
     stray = {name for name in names if name.endswith(".safetensors")} - weights  # of an adapter, or of another format
     taken = [path for path in taken if path.name not in stray]
     return taken, tuple(path.name for path in there if path not in taken)
@@ -192,7 +196,9 @@ def _json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
-        raise OpdctlError(f"{path} cannot be read: {error}", hint="name a folder in Hugging Face format") from error
+        raise OpdctlError(
+            f"{path} cannot be read: {error}", hint="copy the folder again; it must be in Hugging Face format"
+        ) from error
     if not isinstance(found, dict):
         raise OpdctlError(f"{path} holds no JSON object", hint="copy the folder again")
     return found

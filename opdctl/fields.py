@@ -10,13 +10,15 @@ Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # what PyTorch's generators take
-NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"  # cannot leave its folder, nor hide in it
+# a folder is called so: it cannot leave its own, nor hide in it, and a temporary name made from it is short enough
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,199}$"
+NAME = "at most 200 letters, digits and _ . -, starting with a letter or digit"  # the same in words
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 
 
 def _axis_value(value: Any) -> Any:
     if type(value) not in (str, int, float) or not re.fullmatch(NAME_PATTERN, str(value)):
-        raise ValueError("must be a name (letters, digits and _ . -, starting with a letter or digit) or a number >= 0")
+        raise ValueError(f"must be a name ({NAME}) or a number >= 0")
     return value
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from opdctl.lock import process_start
-from opdctl.records import RECORD, Record, disk_errors, read_json, sync
+from opdctl.records import RECORD, Record, disk_errors, read_beginning, sync
 from opdctl.retention import Census, Checkpoint
 from opdctl.store import StageDir, Workspace
 
@@ -149,7 +149,7 @@ class _Survey:
                 why = f"half-written by attempt {attempt.number}, which ended"
                 yield from _there("output", [attempt.output], stage.run, stage.name, why)
         half_trained = stage.unfinished() is not None
-        whose = read_json(stage.identity, "identity", "parents")
+        whose = read_beginning(stage.identity)
         if not half_trained and (whose is not None or not stage.identity.exists()):
             yield from _there("state", [stage.state], stage.run, stage.name, "recovery state that nothing resumes")
         left = [path for one in (stage.path, *(attempt.path for attempt in attempts)) for path in _parts(one)]

@@ -1,15 +1,17 @@
-"""Files and folders that a pipeline names and that are not there."""
+"""Files and folders that a pipeline names and that are not there, or not whole."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 from opdctl.adopt import RUN as IMPORTS
-from opdctl.errors import ConfigError
+from opdctl.adopt import model_files
+from opdctl.errors import ConfigError, OpdctlError
 from opdctl.fetch import DATA, DATA_FOLDER, MODELS, MODELS_FOLDER
 from opdctl.pipeline import Pipeline
 from opdctl.settings import FileTask, PublicTask, ToolTaskSettings
 from opdctl.store import Workspace
 from opdctl.tasks.shards import data_files
+from opdctl.weight_files import check_computable
 
 
 def missing_files(pipeline: Pipeline) -> Iterator[str]:
@@ -25,7 +27,7 @@ def missing_files(pipeline: Pipeline) -> Iterator[str]:
                     raise ConfigError(f"tasks.{name}.{key}: no such file: {given}")
                 data_files(pipeline.folder / given, f"tasks.{name}.{key}")
             except ConfigError as error:
-                yield f"{error} ({error.hint})" if error.hint else str(error)
+                yield _told(error)
         for file in task.files().values() if isinstance(task, PublicTask) else ():
             if not (pipeline.folder / file).is_file():
                 known = [data for data in DATA if file.startswith(f"{DATA_FOLDER}/{data}/")]
@@ -38,22 +40,40 @@ def missing_files(pipeline: Pipeline) -> Iterator[str]:
         folder = getattr(stage.settings.config, "include_path", None)
         if folder is not None and not (pipeline.folder / folder).is_dir():
             yield f"stages.{stage.name}.config.include_path: no such folder: {folder}"
-    models: dict[tuple[str, str], str] = {}
+    yield from _models(pipeline)
+
+
+def _models(pipeline: Pipeline) -> Iterator[str]:
+    keys: dict[tuple[str, str], str] = {}
+    trained: set[str] = set()  # folders that the embedded engine reads
     for stage in pipeline.stages.values():
         for item in stage.inputs:
             if item.kind in ("path", "gguf"):
-                models.setdefault((item.kind, item.target), f"stages.{stage.name}.inputs.{item.role}")
-    for (kind, folder), key in models.items():
+                keys.setdefault((item.kind, item.target), f"stages.{stage.name}.inputs.{item.role}")
+                trained |= {item.target} if stage.settings.backend == "embedded" else set()
+    for (kind, given), key in keys.items():
         if kind == "gguf":
-            if not (pipeline.folder / folder).is_file():
-                yield f"{key}: no such file: {folder}"
-        elif not (pipeline.folder / folder).is_dir():
-            name = Path(folder).name
-            makes = name in MODELS and Path(folder).parent.name == MODELS_FOLDER
-            adopted = Workspace(pipeline.folder).run(IMPORTS).stage(name).path / "checkpoint"
-            hint = f" (opdctl model fetch {name} makes it)" if makes else ""
-            if adopted.is_dir():
-                hint = f" (imported as {name}: path:{adopted.relative_to(pipeline.folder)})"
-            yield f"{key}: no such folder: {folder}{hint}"
-        elif not (pipeline.folder / folder / "config.json").is_file():
-            yield f"{key}: {folder} is no model in Hugging Face format: it has no config.json"
+            if not (pipeline.folder / given).is_file():
+                yield f"{key}: no such file: {given}"
+        elif not (pipeline.folder / given).is_dir():
+            yield f"{key}: no such folder: {given}{_where(pipeline.folder, given)}"
+        else:
+            try:
+                model_files(pipeline.folder / given)
+                if given in trained:
+                    check_computable(pipeline.folder / given)
+            except OpdctlError as error:
+                yield f"{key}: {_told(error)}"
+
+
+def _where(workspace: Path, given: str) -> str:
+    name = Path(given).name
+    adopted = Workspace(workspace).run(IMPORTS).stage(name).path / "checkpoint"
+    if adopted.is_dir():
+        return f" (imported as {name}: path:{adopted.relative_to(workspace)})"
+    makes = name in MODELS and Path(given).parent.name == MODELS_FOLDER
+    return f" (opdctl model fetch {name} makes it)" if makes else ""
+
+
+def _told(error: OpdctlError) -> str:
+    return f"{error} ({error.hint})" if error.hint else str(error)

@@ -12,6 +12,7 @@ from typing import Any, get_args
 from opdctl.checks import check_stage, computed_gpus
 from opdctl.checks_inputs import check_sources, mixture, route_columns
 from opdctl.errors import ConfigError
+from opdctl.fields import NAME, NAME_PATTERN
 from opdctl.references import (
     ROUND,
     SEED,
@@ -27,7 +28,7 @@ from opdctl.references import (
     near_miss,
 )
 from opdctl.secrets import REFERENCE, conceal
-from opdctl.settings import NAME_PATTERN, AnyStage, Foreach, PipelineSettings
+from opdctl.settings import AnyStage, Foreach, PipelineSettings
 from opdctl.templates import InstanceOverride, apply, fill
 from opdctl.validation import REQUIRED, validate
 
@@ -38,6 +39,8 @@ IN_THE_LOG = (
 KINDS: Mapping[str, type[AnyStage]] = {
     get_args(kind.model_fields["kind"].annotation)[0]: kind for kind in get_args(AnyStage)
 }
+
+LONGEST = 240  # characters of an instance's axes: a folder is called so, and seed=NUMBER may be added
 
 
 @dataclass(frozen=True)
@@ -154,7 +157,7 @@ def _instances(stages: Any, settings: PipelineSettings | None, found: _Problems)
         return
     for base, template in stages.items():
         if not re.fullmatch(NAME_PATTERN, str(base)):
-            found.add(f"stages.{base}: '{base}' is no name: use letters, digits and _ . -")
+            found.add(f"stages.{base}: '{base}' is no name: use {NAME}")
         elif not isinstance(template, dict):
             found.add(f"stages.{base}: must be a mapping, not {template!r}")
             found.unknown.add(str(base))
@@ -162,6 +165,8 @@ def _instances(stages: Any, settings: PipelineSettings | None, found: _Problems)
             body = {key: value for key, value in template.items() if key != "foreach"}
             for each in _combinations(base, template.get("foreach"), settings, found):
                 draft = _Draft(address(base, each), base, each, None)
+                if len(draft.name) > len(base) + len("[]") + LONGEST:
+                    found.add(f"stages.{draft.name}: its axes name a folder: shorten them to {LONGEST} characters")
                 defects: list[Problem] = []
                 draft.tree = fill(body, each, "", defects)
                 found.add_all(draft, defects)

@@ -54,6 +54,10 @@ class Record:
     def parent_ids(self) -> list[str | None]:
         return [parent.record_id for parent in self.parents]
 
+    def began_with(self, note: Mapping[str, Any]) -> bool:
+        """Is it what came of the attempts that `read_beginning` tells of?"""
+        return [self.identity, self.parent_ids()] == [note["identity"], note["parents"]]
+
 
 def is_number(value: Any) -> TypeGuard[float]:
     """Is it one that a float holds, NaN and infinities included?"""
@@ -219,6 +223,15 @@ def read_json(path: Path, *keys: str) -> dict[str, Any] | None:
     except (OSError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) and found.keys() >= set(keys) else None
+
+
+def read_beginning(path: Path) -> dict[str, Any] | None:
+    """What half-trained state began with: its identity, and the record ids of its parents (None: from outside). None
+    where there is no such note, or a damaged one."""
+    note = read_json(path, "identity", "parents") or {}
+    parents = note.get("parents")
+    listed = isinstance(parents, list) and all(one is None or isinstance(one, str) for one in parents)
+    return note if listed and isinstance(note["identity"], dict) else None
 
 
 def sync(path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Literal
 
 from opdctl import lock, processes, tracking
 from opdctl.errors import OpdctlError, RunBusy
-from opdctl.records import RECORD, Record, changed_files, read_json, read_record
+from opdctl.records import RECORD, Record, changed_files, read_beginning, read_json, read_record
 from opdctl.store import Attempt, RunDir, StageDir, Workspace
 
 State = Literal["mended", "would mend", "skipped", "left"]
@@ -184,14 +184,10 @@ class _Repair:
     def _moved(self, stage: StageDir) -> Record | None:
         """The newest checkpoint, if the state is still there that it was made from and it is newer than the one in
         force: `publish` deletes the one once the other is in force."""
-        note, in_force = read_json(stage.identity, "identity", "parents"), stage.record()
+        note, in_force = read_beginning(stage.identity), stage.record()
         if note is None:
             return None
-        made = [
-            record
-            for record in stage.records()
-            if record.identity == note["identity"] and record.parent_ids() == note["parents"]
-        ]
+        made = [record for record in stage.records() if record.began_with(note)]
         newest = max(made, key=lambda record: record.created, default=None)
         if newest is None or (in_force is not None and in_force.created >= newest.created):
             return None
@@ -206,14 +202,14 @@ class _Repair:
             return
         if stage.unfinished() is not None:
             return
-        note, record = read_json(stage.identity, "identity", "parents"), stage.record()
+        note, record = read_beginning(stage.identity), stage.record()
         if stage.identity.exists() and note is None:
             hint = f"the next run starts the stage anew; to go on from {stage.state} put identity.json back"
             yield self._found(stage.name, "identity.json is damaged", "left", hint)
         elif note is None and any(stage.state.iterdir()):
             self._do(stage.discard_state)
             yield self._mended(stage.name, "state was left behind that belongs to nobody", "removed")
-        elif note and record and record.identity == note["identity"] and record.parent_ids() == note["parents"]:
+        elif note and record and record.began_with(note):
             self._do(stage.discard_state)
             yield self._mended(stage.name, "state was left behind by a publish", "removed: the stage is finished")
 

@@ -28,6 +28,7 @@ from opdctl import lock, processes
 from opdctl.attempts import Attempt
 from opdctl.digests import Digests
 from opdctl.errors import ConfigError, StageRefused
+from opdctl.fields import NAME, NAME_PATTERN
 from opdctl.ledger import Ledger
 from opdctl.records import (
     RECORD,
@@ -36,6 +37,7 @@ from opdctl.records import (
     changed_files,
     describe_files,
     disk_errors,
+    read_beginning,
     read_json,
     read_record,
     refuse_links,
@@ -43,7 +45,6 @@ from opdctl.records import (
     write_json,
     write_record,
 )
-from opdctl.settings import NAME_PATTERN
 
 __all__ = ["Attempt", "Parent", "Record", "RunDir", "StageDir", "Workspace", "disk_errors", "write_json"]
 
@@ -175,16 +176,15 @@ class StageDir:
 
     def state_step(self) -> int | None:
         """The optimizer step that a resumed stage goes on from."""
-        saved = read_json(self.state / "step.json", "step")
-        return saved["step"] if saved else None
+        step = (read_json(self.state / "step.json") or {}).get("step")
+        return step if type(step) is int else None
 
     def _note(self) -> Mapping[str, Any] | None:
-        note = read_json(self.identity, "identity", "parents")
+        note = read_beginning(self.identity)
         if note is None or not self.state.is_dir() or not any(self.state.iterdir()):
             return None
         record = self.record()  # a kill after publishing, before the state was deleted
-        published = record and record.identity == note["identity"] and record.parent_ids() == note["parents"]
-        return None if published else note
+        return None if record and record.began_with(note) else note
 
     def discard_state(self) -> None:
         with disk_errors(self.identity):
@@ -333,7 +333,7 @@ class Workspace:
         if not re.fullmatch(NAME_PATTERN, name):
             raise ConfigError(
                 f"--run: '{name}' cannot name a run",
-                hint="use letters, digits and _ . -, starting with a letter or digit",
+                hint=f"use {NAME}",
             )
         return RunDir(self.path / "runs" / name)
 

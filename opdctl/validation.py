@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from opdctl.fields import NAME, NAME_PATTERN
 from opdctl.references import Problem, near_miss
-from opdctl.settings import NAME_PATTERN
 
 MISSING = "???"
 BROKEN = "\0broken\0"  # in the place of a value whose interpolation failed, which was told already
@@ -121,7 +121,7 @@ def _message(detail: ErrorDetails, path: Sequence[str | int], holder: Any, model
     if kind == "value_error":
         return str(context.get("error", detail["msg"])) + (f", not {_show(given)}" if _is_leaf(given) else "")
     if kind == "string_pattern_mismatch" and context.get("pattern") == NAME_PATTERN:
-        return f"'{given}' is no name: use letters, digits and _ . -, starting with a letter or digit"
+        return f"'{given}' is no name: use {NAME}"
     if kind in ("too_short", "too_long"):
         word = "at least" if kind == "too_short" else "at most"
         return f"must have {word} {context.get('min_length', context.get('max_length'))} items, not {len(given)}"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from opdctl.identity import fingerprint
-from opdctl.records import RECORD, Record, parse_record, read_json
+from opdctl.records import RECORD, Record, parse_record, read_beginning
 from opdctl.store import RunDir, StageDir, Workspace
 
 Progress = Callable[[str, int], None]  # what is read now, and how many bytes were read since the last call
@@ -92,7 +92,7 @@ class Verifier:
             yield Finding(where, f"the link {stage.path / 'checkpoint'} points to nothing: {stage.checkpoint}", remedy)
         elif stage.checkpoint.resolve() not in self._checkpoints and (damage := stage.damage()):
             yield Finding(where, damage, _rerun(stage))  # it lies where nothing else is looked at
-        unknown = stage.identity.exists() and read_json(stage.identity, "identity", "parents") is None
+        unknown = stage.identity.exists() and read_beginning(stage.identity) is None
         if unknown and stage.state.is_dir():
             told = f"{stage.identity} is damaged: the next run starts the stage anew"
             yield Finding(where, told, f"to go on from {stage.state} put the file back as it was")

@@ -47,6 +47,23 @@ def tensors_by_file(folder: Path) -> dict[Path, dict[str, StoredTensor]]:
     return _indexed(folder)
 
 
+def check_computable(folder: Path) -> None:
+    """Raises OpdctlError for weights that are no floating-point numbers of `WIDTHS`: quantized ones are codes, and
+    mean something only with scales that stand beside them. Masks and positions may be whole numbers."""
+    found = [
+        f"{name} ({one.dtype})"
+        for tensors in tensors_by_file(folder).values()
+        for name, one in tensors.items()
+        if one.dtype not in WIDTHS and (name.endswith("weight") or (name.endswith("bias") and len(one.shape) == 1))
+    ]
+    if found:
+        raise OpdctlError(
+            f"{folder}: weights that nothing can be computed with: {some(found)}",
+            hint=f"take the model in {', '.join(sorted(WIDTHS))}: the embedded engine reads no quantized weights, "
+            "and backend: vllm does",
+        )
+
+
 def tensors_in(file: Path) -> dict[str, StoredTensor]:
     """Name -> where it is. Raises OpdctlError unless the file is whole."""
     damaged = OpdctlError(f"{file}: not a whole safetensors file", hint="it was cut short or damaged; copy it again")

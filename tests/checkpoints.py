@@ -1,5 +1,7 @@
-"""Makes checkpoints and half-trained state as runs leave them."""
+"""Makes checkpoints and half-trained state as runs leave them, and folders that pass for models."""
 
+import json
+import struct
 from pathlib import Path
 
 from opdctl.store import Parent, Record, StageDir, write_json
@@ -41,3 +43,23 @@ def weights(stage: StageDir) -> str:
 def begin(stage, identity, parents=(), step=3, resume=False):
     stage.begin(identity, record(parents=parents).parents, resume=resume)
     write_json(stage.state / "step.json", {"step": step})
+
+
+def safetensors(path: Path, *names: str, dtype="U8", width=1, content=b"abcd") -> None:
+    """A file with four values of each name."""
+    size = 4 * width
+    entries = {
+        name: {"dtype": dtype, "shape": [4], "data_offsets": [size * at, size * at + size]}
+        for at, name in enumerate(names)
+    }
+    header = json.dumps(entries).encode()
+    path.write_bytes(struct.pack("<Q", len(header)) + header + content * width * len(names))
+
+
+def model_folder(folder: Path, content=b"abcd") -> Path:
+    """A whole one by its looks, with an empty tokenizer and one tensor of no use."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text('{"model_type": "toy"}')
+    (folder / "tokenizer.json").write_text("{}")
+    safetensors(folder / "model.safetensors", "w", content=content)
+    return folder

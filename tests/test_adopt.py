@@ -2,12 +2,12 @@
 
 import json
 import os
-import struct
 import subprocess
 import sys
 
 import pytest
 import toy
+from checkpoints import model_folder, safetensors
 from kept import publish
 
 from opdctl.adopt import adopt
@@ -18,22 +18,10 @@ from opdctl.store import Workspace
 from opdctl.verify import Verifier
 
 
-def safetensors(path, *names):
-    entries = {
-        name: {"dtype": "U8", "shape": [4], "data_offsets": [4 * at, 4 * at + 4]} for at, name in enumerate(names)
-    }
-    header = json.dumps(entries).encode()
-    path.write_bytes(struct.pack("<Q", len(header)) + header + b"abcd" * len(names))
-
-
 @pytest.fixture
 def model(tmp_path):
-    folder = tmp_path / "outside"
-    folder.mkdir()
-    (folder / "config.json").write_text('{"model_type": "toy"}')
-    (folder / "tokenizer.json").write_text("{}")
+    folder = model_folder(tmp_path / "outside")
     (folder / "LICENSE").write_text("free")
-    safetensors(folder / "model.safetensors", "w")
     return folder
 
 
@@ -117,6 +105,9 @@ REFUSED = {
     "config.json cannot be read: maximum recursion": lambda folder: deep(folder / "config.json"),
     "no such folder": lambda folder: os.rename(folder, folder.with_name("moved")),
     "config.json cannot be read": lambda folder: (folder / "config.json").unlink(),
+    "config.json holds no JSON object": lambda folder: (folder / "config.json").write_text("[]"),
+    "tokenizer.json cannot be read": lambda folder: (folder / "tokenizer.json").write_text("{"),
+    "generation_config.json holds no JSON object": lambda folder: (folder / "generation_config.json").write_text("3"),
     "names no model_type": lambda folder: (folder / "config.json").write_text("{}"),
     "no tokenizer": lambda folder: (folder / "tokenizer.json").unlink(),
     "the weights are pickled": lambda folder: os.rename(folder / "model.safetensors", folder / "pytorch_model.bin"),

@@ -69,6 +69,7 @@ BAD = [
     # names and kinds
     ({"name": "../up"}, "name", "'../up' is no name"),
     ({"stages.a/b": {}}, "stages.a/b", "'a/b' is no name"),
+    ({"name": "a" * 201}, "name", f"'{'a' * 201}' is no name: use at most 200"),
     ({"axes.domain": ["../x"]}, "axes.domain.0", "must be a name"),
     ({"stages.max.kind": "rlvrr"}, "stages.max.kind", "'rlvrr' is no kind of stage (did you mean 'rlvr'?"),
     ({"stages.max.kind": ABSENT}, "stages.max.kind", "required, and not set"),

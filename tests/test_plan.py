@@ -1,6 +1,7 @@
 from pathlib import Path
 
 import pytest
+from checkpoints import model_folder, safetensors
 from recipes import recipe
 
 from opdctl.errors import ConfigError
@@ -301,15 +302,11 @@ def test_rows_are_hashed_once(run, workspace, monkeypatch):
 
 def test_a_model_folder_counts_by_its_content(run, workspace):
     for name in ("here", "there"):
-        folder = workspace / name
-        folder.mkdir()
-        (folder / "config.json").write_text("{}")
-        (folder / "model.safetensors").write_text("weights")
-        (folder / "README.md").write_text(name)
+        (model_folder(workspace / name) / "README.md").write_text(name)
     carry_out(run, {"stages.sft.inputs.init": "path:here"}, names=["sft"])
     there = {"stages.sft.inputs.init": "path:there"}
     assert plan(run, there)["sft"].decision is Decision.REUSE
-    (workspace / "there" / "model.safetensors").write_text("others!")
+    safetensors(workspace / "there" / "model.safetensors", "w", content=b"dcba")
     assert plan(run, there)["sft"].decision is Decision.RUN
 
 

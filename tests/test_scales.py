@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from checkpoints import model_folder
 
 from opdctl.backends import embedded
 from opdctl.config import builtin_folder, load_pipeline
@@ -36,9 +37,7 @@ LAPTOP = "c09b1be0f2189232109a"  # fingerprint of the evaluation at the end of t
 @pytest.fixture
 def workspace(workspace):
     """With what has to be fetched before a plan, or the looks of it."""
-    folder = workspace / "models" / "smollm2_135m"
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text("{}")
+    model_folder(workspace / "models" / "smollm2_135m")
     return workspace
 
 

@@ -6,7 +6,10 @@ import pytest
 from checkpoints import begin, output, record, weights
 
 from opdctl.errors import ConfigError, OpdctlError
-from opdctl.store import RunDir, StageDir, Workspace, disk_errors
+from opdctl.garbage import survey
+from opdctl.repair import repair
+from opdctl.store import RunDir, StageDir, Workspace, disk_errors, write_json
+from opdctl.verify import Verifier
 
 
 @pytest.fixture
@@ -182,7 +185,7 @@ def test_stages_of_a_run_are_listed_by_name(run):
     ]
 
 
-@pytest.mark.parametrize("name", ["", "..", "../x", "a/b", ".hidden", "-rf", "a b"])
+@pytest.mark.parametrize("name", ["", "..", "../x", "a/b", ".hidden", "-rf", "a b", "a" * 201])
 def test_a_run_cannot_leave_its_folder(workspace, name):
     with pytest.raises(ConfigError, match="cannot name a run"):
         Workspace(workspace).run(name)
@@ -192,6 +195,30 @@ def test_runs_are_listed_newest_first(workspace):
     for name, created in (("b", "2026-01-01"), ("a", "2026-01-02"), ("c", "2025-01-01")):
         Workspace(workspace).run(name).write_info(created=created)
     assert [run.name for run in Workspace(workspace).runs()] == ["a", "b", "c"]
+
+
+OTHER_TYPES = [
+    {"parents": 1},
+    {"parents": None},
+    {"parents": {}},
+    {"parents": [1]},
+    {"parents": [["p"]]},
+    {"identity": 3},
+]
+
+
+@pytest.mark.parametrize("other", OTHER_TYPES)
+def test_a_note_of_half_trained_state_with_values_of_other_types_is_none(run, stage, other):
+    stage.new_attempt()
+    begin(stage, {"seed": 1}, ["p"])
+    write_json(stage.identity, {"identity": {"seed": 1}, "parents": ["p"], **other})
+    assert (stage.unfinished(), stage.unfinished_parents()) == (None, [])
+    assert "damaged" in " ".join(one.told for one in Verifier(run.workspace).verify().findings)
+    run.write_info(created="2026-01-01")
+    assert "damaged" in " ".join(one.what for one in repair(run.workspace, [run]))
+    assert survey(run.workspace).go == ()
+    (stage.state / "step.json").write_text('{"step": "a"}')
+    assert stage.state_step() is None
 
 
 @pytest.mark.parametrize("content", [b"3", b"[1]", b"{}", b"\xff\x00", b'{"pid": 1', b"null", b"[" * 100_000])

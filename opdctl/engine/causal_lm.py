@@ -22,9 +22,9 @@ from transformers.utils import logging
 
 from opdctl.engine.batch import Sequence, TokenBatch, collate
 from opdctl.engine.policy import Cache, Policy
-from opdctl.engine.weights import check_finite
+from opdctl.engine.weights import NO_NETWORK, check_finite, no_network
 from opdctl.errors import OpdctlError, StageRefused
-from opdctl.weight_files import some
+from opdctl.weight_files import check_computable, some
 
 _TRIED = 14  # tokens of the longest sequence that is tried when a model is loaded
 
@@ -250,6 +250,7 @@ def _close(a: Tensor, b: Tensor) -> bool:
 def load_network(folder: Path, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Any model that transformers has, every tensor of it from the folder's files."""
     logging.disable_progress_bar()
+    check_computable(folder)
     try:
         network, info = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -261,8 +262,8 @@ def load_network(folder: Path, config: PreTrainedConfig, dtype: torch.dtype) -> 
             ignore_mismatched_sizes=True,  # they are reported below, by name
             output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise OpdctlError(f"{folder}: not a causal language model that transformers can load: {error}") from error
+    except NO_NETWORK as error:
+        raise no_network(folder, error) from error
     problems = {kind: info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[kind]}
     if problems:
         raise OpdctlError(

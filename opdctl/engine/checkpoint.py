@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, Qwen3Config
 
@@ -15,7 +16,7 @@ from opdctl.engine.tokenizer import encode as encode
 from opdctl.engine.tokenizer import encode_batch as encode_batch
 from opdctl.engine.tokenizer import load_tokenizer as load_tokenizer
 from opdctl.engine.tokenizer import word_tokenizer
-from opdctl.engine.weights import check_finite, check_names, read_weights
+from opdctl.engine.weights import NO_NETWORK, check_finite, check_names, no_network, read_weights
 from opdctl.errors import OpdctlError
 from opdctl.settings import NewModel
 from opdctl.weight_files import weight_files
@@ -86,7 +87,7 @@ def load_policy(path: str | Path, *, device: torch.device | str = "cpu", dtype: 
         from opdctl.engine.causal_lm import CausalLMPolicy, load_network
 
         return CausalLMPolicy(load_network(folder, config, dtype).to(device), eos_ids, pad_id)
-    policy = Qwen3Policy(config, eos_ids, pad_id)
+    policy = _qwen3(config, eos_ids, pad_id, folder)
     policy.load_state_dict(_checked_weights(folder, policy))
     return policy.to(device=device, dtype=dtype)
 
@@ -104,10 +105,18 @@ def map_policy(path: str | Path, *, like: Policy, dtype: torch.dtype, check: boo
 
         return CausalLMPolicy(load_network(folder, config, dtype), like.eos_ids, like.pad_id)
     with torch.device("meta"):
-        policy = Qwen3Policy(config, like.eos_ids, like.pad_id)
+        policy = _qwen3(config, like.eos_ids, like.pad_id, folder)
     policy.load_state_dict(_checked_weights(folder, policy, values=check), assign=True)
     policy.turns = rotary_table(config)
     return policy.to(dtype=dtype)
+
+
+def _qwen3(config: PreTrainedConfig, eos_ids: tuple[int, ...], pad_id: int, folder: Path) -> Qwen3Policy:
+    """Not yet with its weights. Raises OpdctlError for a configuration that no network can be made of."""
+    try:
+        return Qwen3Policy(config, eos_ids, pad_id)
+    except NO_NETWORK as error:
+        raise no_network(folder, error) from error
 
 
 def _checked_weights(folder: Path, policy: Qwen3Policy, *, values: bool = True) -> dict[str, Tensor]:
@@ -174,12 +183,16 @@ def load_config(folder: Path) -> PreTrainedConfig:
         )
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except StrictDataclassError as error:
+        raise OpdctlError(
+            f"{folder / CONFIG}: {' '.join(str(error).split())}", hint="correct the value, or copy the file again"
+        ) from None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise OpdctlError(
             f"{folder / CONFIG}: transformers cannot read it without code from the folder, which opdctl never runs: "
             f"{error}",
             hint="use a model of an architecture that transformers has itself",
-        ) from error
+        ) from None
     return config
 
 

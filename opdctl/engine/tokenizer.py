@@ -10,6 +10,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from opdctl.engine.tokens import RefusalsTold
 from opdctl.errors import OpdctlError
 
 Tokenizer: TypeAlias = PreTrainedTokenizerBase
@@ -47,9 +48,13 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             hint="copy the tokenizer files of the model beside its weights",
         )
     try:
-        tokenizer: Tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise OpdctlError(f"{path}: the tokenizer cannot be loaded: {error}") from error
+        with RefusalsTold(Path(path)):
+            tokenizer: Tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError) as error:
+        raise OpdctlError(
+            f"{path}: the tokenizer cannot be loaded: {type(error).__name__}: {error}",
+            hint="copy the model's tokenizer files again, or install what the message asks for",
+        ) from None
     for where in ("is_local", "local_files_only"):  # how it was loaded would be written into the next checkpoint
         tokenizer.init_kwargs.pop(where, None)
     return tokenizer

@@ -8,15 +8,29 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from opdctl.errors import OpdctlError
-from opdctl.weight_files import some, weight_files
+from opdctl.weight_files import check_computable, some, weight_files
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """All tensors by name, on the CPU. Raises OpdctlError as `weight_files` does."""
+    """All tensors by name, on the CPU. Raises OpdctlError as `weight_files` and `check_computable` do."""
+    check_computable(folder)
     tensors: dict[str, Tensor] = {}
     for path in weight_files(folder):
         tensors.update(load_file(path))
     return tensors
+
+
+# what PyTorch and transformers raise for values of a config.json that make no sense
+NO_NETWORK = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError)
+
+
+def no_network(folder: Path, error: Exception) -> OpdctlError:
+    """Of a folder whose config.json they rejected so."""
+    return OpdctlError(
+        f"{folder}: no causal language model can be made of its config.json: {type(error).__name__}: {error}",
+        hint="correct the value, or copy config.json again; a model of another kind, or one too large for the memory "
+        "of this machine, cannot be used here",
+    )
 
 
 def check_finite(tensors: Mapping[str, Tensor], source: str | Path) -> None:

@@ -75,7 +75,7 @@ class Files:
 
         try:
             return count_tokens(file, texts)
-        except Exception:  # the library has no narrower one; what is wrong is said by whoever asks the model
+        except OpdctlError:  # told by whoever asks the model
             return None
 
     @cached_property

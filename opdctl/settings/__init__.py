@@ -4,7 +4,7 @@ Pure data. A key without a default is one that no paper or library can choose fo
 the pipeline or in the scale. Which of them make two stages different is in `opdctl/identity.py`.
 """
 
-from opdctl.fields import NAME_PATTERN, AxisValue, Settings
+from opdctl.fields import AxisValue, Settings
 from opdctl.settings.env_task import EnvironmentTaskSettings, LookupTask, RepairTask
 from opdctl.settings.eval import EvalBudget, EvalSettings, SelectSettings
 from opdctl.settings.gate import GateCheck, GateSettings
@@ -98,7 +98,6 @@ from opdctl.settings.watch import Action, WatchSettings
 from opdctl.workers import Machine, Resources
 
 __all__ = [
-    "NAME_PATTERN",
     "TASKS",
     "Action",
     "AnyPublicTask",

@@ -1,5 +1,6 @@
 import hashlib
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -189,6 +190,34 @@ def test_weights_that_are_no_numbers_are_refused(any_folder, value):
     edit_weights(any_folder, lambda tensors: tensors["model.norm.weight"][3].fill_(value))
     with pytest.raises(OpdctlError, match=r"NaN or infinite: .*norm\.weight"):
         load_policy(any_folder)
+
+
+def test_weights_of_whole_numbers_are_refused(any_folder):
+    def quantize(tensors):
+        tensors["model.layers.0.mlp.up_proj.weight"] = tensors["model.layers.0.mlp.up_proj.weight"].to(torch.int32)
+
+    edit_weights(any_folder, quantize)
+    with pytest.raises(
+        OpdctlError, match=r"nothing can be computed with: model\.layers\.0\.mlp\.up_proj\.weight \(I32\)"
+    ):
+        load_policy(any_folder)
+
+
+ODD = [
+    {"hidden_size": "a"}, {"num_hidden_layers": None}, {"vocab_size": [3]}, {"rope_parameters": 3},
+    {"rope_parameters": {"rope_type": "default", "rope_theta": "a"}}, {"num_attention_heads": 0}, {"hidden_size": -4},
+    {"layer_types": ["none"]}, {"model_type": 3}, {"model_type": "none"}, {"head_dim": 0}, {"hidden_act": "none"},
+    {"hidden_act": 3}, {"rms_norm_eps": "a"}, {"eos_token_id": "a"}, {"eos_token_id": [[1]]}, {"dtype": "none"},
+    {"num_key_value_heads": 3}, {"max_position_embeddings": "a"}, {"pad_token_id": "a"}, {"vocab_size": 10**9},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("odd", ODD, ids=str)
+def test_a_value_of_the_configuration_that_makes_no_model_is_an_error_of_the_folder(any_folder, odd):
+    edit_json(any_folder / "config.json", **odd)
+    with pytest.raises(OpdctlError, match=re.escape(str(any_folder))) as caught:
+        load_policy(any_folder)
+    assert "config.json" in str(caught.value) + caught.value.hint
 
 
 def test_a_tied_model_with_an_output_matrix_of_its_own_is_refused_unless_equal(folder):

@@ -1,3 +1,5 @@
+import re
+
 import pytest
 from engine.models import WORDS
 from transformers import AutoTokenizer, BertTokenizer
@@ -49,6 +51,15 @@ def test_words_that_could_not_be_told_apart_are_refused(bad):
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
     with pytest.raises(OpdctlError, match="no tokenizer"):
         load_tokenizer(tmp_path)
-    (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(OpdctlError, match="cannot be loaded"):
+
+
+BROKEN = ["{", "{}", "[]", '{"model": 3}', '{"model": {"type": "WordLevel"}}', '{"model": {"type": "none"}}']
+
+
+@pytest.mark.parametrize("content", BROKEN)
+def test_a_broken_tokenizer_is_an_error_of_the_folder_with_a_remedy(tmp_path, content):
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(OpdctlError, match=re.escape(str(tmp_path))) as caught:
         load_tokenizer(tmp_path)
+    assert "copy the model's tokenizer files again" in caught.value.hint
+    assert caught.value.__cause__ is None  # no calls in the log: the message says all
