@@ -1,7 +1,7 @@
 """What a worker is given: references resolved to folders, settings to plain data."""
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -10,10 +10,11 @@ from typing import Any, cast
 
 from opdctl.backends import BACKENDS, embedded
 from opdctl.backends.contract import InputSpec, StageSpec
-from opdctl.errors import StageRefused
+from opdctl.errors import OpdctlError, StageRefused
 from opdctl.fetch import gguf_folder, hub_folder, imported_gguf
 from opdctl.gate import check_files, forget
 from opdctl.lineage import HANDED_ON
+from opdctl.model_folder import check_model
 from opdctl.plan import Plan, PlannedStage
 from opdctl.references import Input
 from opdctl.settings import AnyTask, GateSettings, NewModel, OpdSettings, RlvrSettings, SftSettings
@@ -216,11 +217,13 @@ class Launcher:
 
 
 def _outside_models(
-    items: Iterable[PlannedStage], plan: Plan, report: Callable[[str], None], fetch: bool
+    items: Sequence[PlannedStage], plan: Plan, report: Callable[[str], None], fetch: bool
 ) -> dict[str, str]:
     """Reference -> folder, of models that no stage makes."""
     found: dict[str, str] = {}
     folder, digests = plan.pipeline.folder, plan.run.workspace.digests()
+    ours = (item for item in items if BACKENDS[item.stage.settings.backend] is embedded)
+    computed = {given.ref for item in ours for given in item.stage.inputs}
     for given in {given.ref: given for item in items for given in item.stage.inputs}.values():
         match given.kind:
             case "path":
@@ -234,8 +237,16 @@ def _outside_models(
                 found[given.ref] = given.target.partition("@")[0]
             case "hf":
                 report(f"fetching {given.ref}")
-                found[given.ref] = str(hub_folder(given.target))
+                found[given.ref] = str(_whole(hub_folder(given.target), given.ref, computed=given.ref in computed))
     return found
+
+
+def _whole(folder: Path, ref: str, *, computed: bool) -> Path:
+    try:
+        check_model(folder, computed=computed)
+    except OpdctlError as error:
+        raise StageRefused(f"{ref}: {error}", hint=error.hint) from None
+    return folder
 
 
 def _task_data(task: AnyTask, folder: Path) -> dict[str, Any]:

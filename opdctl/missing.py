@@ -4,14 +4,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from opdctl.adopt import RUN as IMPORTS
-from opdctl.adopt import model_files
 from opdctl.errors import ConfigError, OpdctlError
 from opdctl.fetch import DATA, DATA_FOLDER, MODELS, MODELS_FOLDER
+from opdctl.model_folder import check_model
 from opdctl.pipeline import Pipeline
 from opdctl.settings import FileTask, PublicTask, ToolTaskSettings
 from opdctl.store import Workspace
 from opdctl.tasks.shards import data_files
-from opdctl.weight_files import check_computable
 
 
 def missing_files(pipeline: Pipeline) -> Iterator[str]:
@@ -45,12 +44,12 @@ def missing_files(pipeline: Pipeline) -> Iterator[str]:
 
 def _models(pipeline: Pipeline) -> Iterator[str]:
     keys: dict[tuple[str, str], str] = {}
-    trained: set[str] = set()  # folders that the embedded engine reads
+    computed: set[str] = set()  # read by the embedded engine
     for stage in pipeline.stages.values():
         for item in stage.inputs:
             if item.kind in ("path", "gguf"):
                 keys.setdefault((item.kind, item.target), f"stages.{stage.name}.inputs.{item.role}")
-                trained |= {item.target} if stage.settings.backend == "embedded" else set()
+                computed |= {item.target} if stage.settings.backend == "embedded" else set()
     for (kind, given), key in keys.items():
         if kind == "gguf":
             if not (pipeline.folder / given).is_file():
@@ -59,9 +58,7 @@ def _models(pipeline: Pipeline) -> Iterator[str]:
             yield f"{key}: no such folder: {given}{_where(pipeline.folder, given)}"
         else:
             try:
-                model_files(pipeline.folder / given)
-                if given in trained:
-                    check_computable(pipeline.folder / given)
+                check_model(pipeline.folder / given, computed=given in computed)
             except OpdctlError as error:
                 yield f"{key}: {_told(error)}"
 

@@ -45,15 +45,15 @@ def begin(stage, identity, parents=(), step=3, resume=False):
     write_json(stage.state / "step.json", {"step": step})
 
 
-def safetensors(path: Path, *names: str, dtype="U8", width=1, content=b"abcd") -> None:
-    """A file with four values of each name."""
+def safetensors(*names: str, dtype="U8", width=1, content=b"abcd") -> bytes:
+    """A file's content, with four values of each name."""
     size = 4 * width
     entries = {
         name: {"dtype": dtype, "shape": [4], "data_offsets": [size * at, size * at + size]}
         for at, name in enumerate(names)
     }
     header = json.dumps(entries).encode()
-    path.write_bytes(struct.pack("<Q", len(header)) + header + content * width * len(names))
+    return struct.pack("<Q", len(header)) + header + content * width * len(names)
 
 
 def model_folder(folder: Path, content=b"abcd") -> Path:
@@ -61,5 +61,5 @@ def model_folder(folder: Path, content=b"abcd") -> Path:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text('{"model_type": "toy"}')
     (folder / "tokenizer.json").write_text("{}")
-    safetensors(folder / "model.safetensors", "w", content=content)
+    (folder / "model.safetensors").write_bytes(safetensors("w", content=content))
     return folder

@@ -48,7 +48,7 @@ def test_a_model_is_adopted_with_its_origin_and_left_where_it_was(found, model):
 def test_the_same_model_is_adopted_once_and_another_is_refused_that_name(found, model):
     first = adopt(found, model, "base")
     assert adopt(found, model, "base") == first.__class__(first.stage, first.record, False, ())
-    safetensors(model / "model.safetensors", "v")
+    (model / "model.safetensors").write_bytes(safetensors("v"))
     with pytest.raises(ConfigError, match="--as base: another model was imported under this name"):
         adopt(found, model, "base")
     assert adopt(found, model, "new").made
@@ -90,8 +90,8 @@ def test_a_checkpoint_of_opdctl_keeps_its_ancestors(found, model):
 
 def test_a_sharded_model_is_taken_whole(found, model):
     (model / "model.safetensors").unlink()
-    safetensors(model / "model-1.safetensors", "a", "b")
-    safetensors(model / "model-2.safetensors", "c")
+    (model / "model-1.safetensors").write_bytes(safetensors("a", "b"))
+    (model / "model-2.safetensors").write_bytes(safetensors("c"))
     shards = {"a": "model-1.safetensors", "b": "model-1.safetensors", "c": "model-2.safetensors"}
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
     assert len(adopt(found, model, "base").record.files) == 6

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import toy
+from checkpoints import safetensors
 from hub_server import Hub, Repository, serve
 from huggingface_hub import constants
 
@@ -18,8 +19,8 @@ from opdctl.store import Workspace
 
 OLD, NEW = "a" * 40, "b" * 40
 FILES = {
-    "config.json": b"{}",
-    "model.safetensors": b"weights",
+    "config.json": b'{"model_type": "toy"}',
+    "model.safetensors": safetensors("w"),
     "tokenizer.json": b"{}",
     "chat_template.jinja": b"{{ messages }}",
     "pytorch_model.bin": b"pickled",
@@ -32,7 +33,7 @@ FILES = {
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
     """With an empty cache. What the library reads from the environment, it reads once: set as it would be."""
-    everything = Repository({OLD: FILES, NEW: FILES | {"model.safetensors": b"other weights"}}, {"main": OLD})
+    everything = Repository({OLD: FILES, NEW: FILES | {"model.safetensors": safetensors("v")}}, {"main": OLD})
     pickled = Repository({OLD: {"config.json": b"{}", "pytorch_model.bin": b"pickled"}}, {"main": OLD})
     gated = Repository({OLD: FILES}, {"main": OLD}, gated=True)
     with serve(Hub({"org/model": everything, "org/pickled": pickled, "org/gated": gated})) as served:
@@ -59,7 +60,7 @@ def test_only_what_makes_a_model_is_downloaded(hub):
     assert sorted(path.name for path in folder.iterdir()) == [
         "chat_template.jinja", "config.json", "model.safetensors", "tokenizer.json",
     ]  # fmt: skip
-    assert (folder / "model.safetensors").read_bytes() == b"weights"
+    assert (folder / "model.safetensors").read_bytes() == FILES["model.safetensors"]
 
 
 def test_a_downloaded_commit_needs_no_network(hub, offline):
@@ -138,6 +139,23 @@ def test_a_branch_that_nobody_can_tell_can_be_planned_and_not_run(hub, offline, 
     assert plan.pins == {"hf:org/model@main": None}
     with pytest.raises(StageRefused, match="'main' is no commit"):
         Launcher(plan, plan.stages, lambda text: None)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "told"),
+    [
+        ("model.safetensors", safetensors("layer.weight", dtype="I32", width=4), "nothing can be computed with"),
+        ("model.safetensors", FILES["model.safetensors"][:-1], "not a whole safetensors file"),
+        ("tokenizer.json", b"{", "tokenizer.json cannot be read"),
+        ("config.json", b"[]", "config.json holds no JSON object"),
+    ],
+)
+def test_what_is_no_model_is_refused_before_anything_starts(hub, workspace, file, content, told):
+    hub.repositories["org/model"].commits[OLD] = FILES | {file: content}
+    plan = planned(workspace, f"hf:org/model@{OLD}")
+    with pytest.raises(StageRefused, match=told) as caught:
+        Launcher(plan, plan.stages, lambda text: None)
+    assert str(caught.value).startswith(f"hf:org/model@{OLD}: ")
 
 
 def test_plan_shows_the_commit(hub, tmp_path, workspace):

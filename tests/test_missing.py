@@ -50,7 +50,7 @@ def test_a_damaged_model_is_told_by_its_key_with_a_remedy(workspace, told, what)
 
 
 def test_quantized_weights_are_told_where_the_embedded_engine_would_read_them(workspace, told):
-    safetensors(workspace / "mine" / "model.safetensors", "layer.weight", dtype="I32", width=4)
+    (workspace / "mine" / "model.safetensors").write_bytes(safetensors("layer.weight", dtype="I32", width=4))
     (line,) = told()
     assert "weights that nothing can be computed with: layer.weight (I32)" in line
     assert "vllm" in line

@@ -306,7 +306,7 @@ def test_a_model_folder_counts_by_its_content(run, workspace):
     carry_out(run, {"stages.sft.inputs.init": "path:here"}, names=["sft"])
     there = {"stages.sft.inputs.init": "path:there"}
     assert plan(run, there)["sft"].decision is Decision.REUSE
-    safetensors(workspace / "there" / "model.safetensors", "w", content=b"dcba")
+    (workspace / "there" / "model.safetensors").write_bytes(safetensors("w", content=b"dcba"))
     assert plan(run, there)["sft"].decision is Decision.RUN
 
 
