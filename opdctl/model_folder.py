@@ -8,7 +8,7 @@ from typing import Any
 from opdctl.errors import ConfigError, OpdctlError
 from opdctl.fetch import UNWANTED, WANTED
 from opdctl.records import RECORD
-from opdctl.weight_files import check_computable, weight_files
+from opdctl.weight_files import check_computable, unreadable, weight_files
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tiktoken.model")
 READ_FIRST = ("generation_config.json", "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json")
@@ -28,6 +28,13 @@ def model_files(folder: Path) -> tuple[list[Path], tuple[str, ...]]:
     Raises ConfigError where there is no folder, OpdctlError unless they are a whole model: a configuration, a
     tokenizer, all tensors as safetensors.
     """
+    try:
+        return _model_files(folder)
+    except OSError as error:
+        raise unreadable(folder, error) from error
+
+
+def _model_files(folder: Path) -> tuple[list[Path], tuple[str, ...]]:
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder", hint="name a folder in Hugging Face format")
     there = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
@@ -53,10 +60,8 @@ def model_files(folder: Path) -> tuple[list[Path], tuple[str, ...]]:
 def _json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise OpdctlError(
-            f"{path} cannot be read: {error}", hint="copy the folder again; it must be in Hugging Face format"
-        ) from error
+    except (ValueError, RecursionError) as error:
+        raise OpdctlError(f"{path} cannot be read: {error}", hint="copy the folder again") from error
     if not isinstance(found, dict):
         raise OpdctlError(f"{path} holds no JSON object", hint="copy the folder again")
     return found

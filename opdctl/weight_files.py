@@ -76,7 +76,9 @@ def tensors_in(file: Path) -> dict[str, StoredTensor]:
             header: dict[str, Any] = json.loads(stream.read(length))
         header.pop("__metadata__", None)
         found = {name: _placed(file, 8 + length, entry) for name, entry in header.items()}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, struct.error) as error:
+    except OSError as error:
+        raise unreadable(file, error) from error
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, struct.error) as error:
         raise damaged from error
     end = 8 + length
     for tensor in sorted(found.values(), key=lambda tensor: (tensor.start, tensor.size)):
@@ -139,6 +141,14 @@ def _no_weights(folder: Path) -> OpdctlError:
     adapter = "adapter_model.safetensors" in names
     hint = "merge the adapter into its base model first" if adapter else "name a folder in Hugging Face format"
     return OpdctlError(f"{folder}: no weights ({SINGLE} or {INDEX})", hint=hint)
+
+
+def unreadable(path: Path, error: OSError) -> OpdctlError:
+    """A file or folder of a model that the operating system does not give."""
+    return OpdctlError(
+        f"{error.filename or path} cannot be read: {error.strerror}",
+        hint="name a folder in Hugging Face format that you may read",
+    )
 
 
 def some(names: Sequence[str]) -> str:

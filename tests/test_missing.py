@@ -1,7 +1,10 @@
 """Models that a pipeline names by their folder are looked at before anything starts."""
 
+import errno
 import json
 import os
+import re
+from pathlib import Path
 
 import pytest
 import toy
@@ -58,3 +61,13 @@ def test_quantized_weights_are_told_where_the_embedded_engine_would_read_them(wo
         {"exam": {**toy.evaluation("path:mine"), "backend": "vllm"}}, folder=workspace, machine={"gpus": 1}
     )
     assert list(missing_files(by_vllm)) == []
+
+
+@pytest.mark.parametrize("call", ["iterdir", "read_text", "open"])
+def test_a_model_that_may_not_be_read_is_told_so(workspace, told, monkeypatch, call):
+    def denied(path, *args, **more):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, call, denied)
+    (line,) = told()
+    assert re.search(r"inputs\.init: \S*mine\S* cannot be read: Permission denied \(", line)
