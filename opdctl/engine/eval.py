@@ -1,6 +1,7 @@
 """Evaluation: every model on every cell (task x effort) of held-out prompts, and the fusion table."""
 
 import json
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
@@ -33,6 +34,8 @@ from opdctl.errors import StageRefused
 from opdctl.settings import EvalSettings, HarnessSettings, Rollout
 from opdctl.tasks.floor import constant_floor
 
+TELL_S = 1.0  # between two events about the same model
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -62,7 +65,8 @@ def run(spec: StageSpec, control: Control, opener: Opener | None = None) -> Stag
         settings = EvalSettings.model_validate(spec.config)
         if settings.divergence:
             check_comparable(spec)
-        examiner = _Examiner(spec, settings, opener or in_this_process(spec, settings.rollout, settings.precision))
+        opener = opener or in_this_process(spec, settings.rollout, settings.precision)
+        examiner = _Examiner(spec, settings, opener, control)
         report, metrics = _examine(spec, control, settings, examiner)
         report["floor"] = examiner.floor()
         if settings.divergence:
@@ -114,11 +118,26 @@ def in_this_process(spec: StageSpec, rollout: Rollout, precision: str = "float32
     return opened
 
 
+class Progress:
+    """Tells how many of a model's completions there are. The step stays the number of models scored."""
+
+    def __init__(self, spec: StageSpec, control: Control, label: str) -> None:
+        labels = [model.label for model in examined(spec)]
+        self.control, self.label, self.models = control, label, len(labels)
+        self.scored = labels.index(label) if label in labels else 0  # a budget model comes first
+        self.told = time.monotonic()
+
+    def tell(self, done: int, wanted: int) -> None:
+        if time.monotonic() - self.told > TELL_S:
+            self.told = time.monotonic()
+            self.control.emit(self.scored, self.models, {}, phase=f"{self.label} {done}/{wanted}")
+
+
 class _Examiner:
     """Asks models the held-out prompts. Every model and every effort gets the same problems and random numbers."""
 
-    def __init__(self, spec: StageSpec, settings: EvalSettings, opener: Opener) -> None:
-        self.spec, self.settings, self.opener = spec, settings, opener
+    def __init__(self, spec: StageSpec, settings: EvalSettings, opener: Opener, control: Control) -> None:
+        self.spec, self.settings, self.opener, self.control = spec, settings, opener, control
         self.tasks = open_tasks(spec)
         self.mixer = Mixer(self.tasks, settings.data, "eval", settings.seed)
         self.cells = [cell_name(task, effort) for task, effort in self.mixer.cells]
@@ -127,7 +146,7 @@ class _Examiner:
         """The scores of each cell, and the outcomes of all completions."""
         budgets = self.budgets  # before the model is opened: they may take another one
         with self.opener(model) as candidate:
-            drawn = self._answers(candidate)
+            drawn = self._answers(candidate, Progress(self.spec, self.control, model.label))
             texts = candidate.renderer.texts(drawn.completions)
             graded = self._graded(candidate, texts)
         episodes = drawn.episodes or [None] * len(texts)
@@ -253,8 +272,8 @@ class _Examiner:
         except (OSError, ValueError, TypeError) as error:
             raise damaged(kept, error) from error
 
-    def _answers(self, candidate: Candidate) -> Completions:
-        """Completions of all cells one after another, prompt-major."""
+    def _answers(self, candidate: Candidate, progress: Progress) -> Completions:
+        """Completions of all cells one after another, prompt-major. Raises Stopped between two calls."""
         size, options = self.settings.rollout.group_size, self.settings.rollout
         if candidate.batch is None:
             calls = [[row for rows in self.rows for row in rows]]
@@ -262,9 +281,14 @@ class _Examiner:
             step = max(1, candidate.batch // size)
             calls = [rows[at : at + step] for rows in self.rows for at in range(0, len(rows), step)]
         seed = stream_seed(self.settings.seed, "eval-sample")
-        drawn = [
-            roll(candidate.generate, candidate.renderer, rows, options, seed=seed, group_size=size)[1] for rows in calls
-        ]
+        drawn: list[Completions] = []
+        wanted, done = sum(map(len, calls)) * size, 0
+        for rows in calls:
+            if self.control.stop_requested():
+                raise Stopped
+            drawn.append(roll(candidate.generate, candidate.renderer, rows, options, seed=seed, group_size=size)[1])
+            done += len(rows) * size
+            progress.tell(done, wanted)
         return merged(drawn, [number for number, call in enumerate(drawn) for _ in call.completions])
 
     def _count(

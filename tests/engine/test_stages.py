@@ -222,7 +222,7 @@ def test_a_prompt_that_is_too_long_is_refused_not_cut(tmp_path, start):
         run(spec)
 
 
-def exam(folder: Path, models: list[InputSpec], **more: object) -> StageSpec:
+def exam(folder: Path, models: list[InputSpec], resources: dict[str, int] | None = None, **more: object) -> StageSpec:
     config = {
         "data": {"tasks": ["math", "code"], "efforts": ["low", "max"]},
         "rollout": ROLLOUT | {"prompts": 20, "group_size": 2},
@@ -230,7 +230,7 @@ def exam(folder: Path, models: list[InputSpec], **more: object) -> StageSpec:
         "within": {"tau": {"low": 0.8, "max": 1.2}, "budget": BUDGET},
         **more,
     }
-    return spec_of(folder, "eval", config, models)
+    return spec_of(folder, "eval", config, models, resources=resources or {})
 
 
 def test_evaluation_counts_every_model_and_cell(tmp_path, start, other):
@@ -266,3 +266,26 @@ def test_a_stopped_evaluation_keeps_what_it_has_scored(tmp_path, start, other):
     for name in ("report.json", "outcomes.jsonl"):
         assert Path(cut.output, name).read_text() == Path(whole.output, name).read_text()
     assert all(path.stat().st_mtime_ns == when for path, when in kept.items())
+
+
+def test_within_a_model_an_evaluation_tells_how_far_it_is_and_can_be_stopped(tmp_path, start, monkeypatch):
+    monkeypatch.setattr("opdctl.engine.eval.TELL_S", 0)
+    models, calls = [InputSpec("models", "a", str(start))], {"micro_batch_tokens": 320}
+    whole, cut = (exam(tmp_path / name, models, resources=calls) for name in ("whole", "cut"))
+    told: list[tuple[int, str]] = []
+
+    class Phases(Recorder):
+        def emit(self, step, total, metrics, phase="train"):
+            told.append((step, phase))
+            super().emit(step, total, metrics, phase)
+
+    run(whole, Phases())
+    assert [step for step, phase in told[:-1]] == [0] * (len(told) - 1)
+    done = [int(phase.removeprefix("a ").removesuffix("/160")) for _, phase in told[:-1]]
+    assert (done == sorted(set(done)), done[-1], told[-1]) == (True, 160, (1, "a"))
+    assert len(done) > 5
+    with pytest.raises(Stopped):
+        run(cut, Recorder(stop_at=0))
+    run(cut)
+    for name in ("report.json", "outcomes.jsonl"):
+        assert Path(cut.output, name).read_text() == Path(whole.output, name).read_text()

@@ -17,7 +17,7 @@ from opdctl import processes
 from opdctl.backends.contract import Control, InputSpec, StageSpec, Stopped
 from opdctl.backends.vllm import read_config
 from opdctl.engine.checkpoint import load_vocabulary, save_new_model
-from opdctl.engine.eval import Candidate
+from opdctl.engine.eval import Candidate, Progress
 from opdctl.engine.rows import Renderer, stream_seed
 from opdctl.engine.sampling import Completions
 from opdctl.errors import ProgramDied, StageFailed, StageRefused
@@ -29,7 +29,6 @@ PROGRAM = Path(__file__).with_name("worker.py")
 CPU_KV_CACHE = 1 << 30  # bytes; VLLM_CPU_KVCACHE_SPACE (in GiB) of the user's environment goes first
 CPU_BATCHED_TOKENS = 2048  # of one forward pass; a whole prompt has to fit
 POLL_S = 0.2  # between two looks at a request to stop
-TELL_S = 1.0  # between two events
 DUMP_S = 2.0  # that a hung process gets to print its stacks
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -67,9 +66,7 @@ class Offline:
             self._open.close()
             self._loaded = given.path, *self._load(given)
         _, engine, renderer = self._loaded
-        models = [model.label for model in self.spec.inputs if model.role != "budget"]
-        scored = models.index(given.label) if given.label in models else 0  # a budget model comes first
-        engine.progress = Progress(self.control, given.label, scored, len(models))
+        engine.progress = Progress(self.spec, self.control, given.label)
         yield Candidate(engine.generate, renderer, batch=None)
 
     def _load(self, given: InputSpec) -> "tuple[Engine, Renderer]":
@@ -117,19 +114,6 @@ class Offline:
             "tensor_parallel_size": self.resources.tensor_parallel,
             "gpu_memory_utilization": self.resources.memory,
         }
-
-
-class Progress:
-    """Tells how many of a model's completions there are. The step stays the number of models scored."""
-
-    def __init__(self, control: Control, label: str, scored: int, models: int) -> None:
-        self.control, self.label, self.scored, self.models = control, label, scored, models
-        self.told = time.monotonic()
-
-    def tell(self, done: int, wanted: int) -> None:
-        if time.monotonic() - self.told > TELL_S:
-            self.told = time.monotonic()
-            self.control.emit(self.scored, self.models, {}, phase=f"{self.label} {done}/{wanted}")
 
 
 class Process:
