@@ -1,9 +1,14 @@
-"""Is a folder a whole model in Hugging Face format? Asked of its files, without PyTorch."""
+"""Is a folder a whole model in Hugging Face format? Asked of its files, without PyTorch.
 
-import json
+What the gate, estimates and engines read in the JSON files is checked here once, so that they need not doubt it.
+"""
+
+from collections.abc import Mapping
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from opdctl.errors import ConfigError, OpdctlError
 from opdctl.fetch import UNWANTED, WANTED
@@ -11,8 +16,90 @@ from opdctl.records import RECORD
 from opdctl.weight_files import check_computable, unreadable, weight_files
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tiktoken.model")
-READ_FIRST = ("generation_config.json", "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json")
 BESIDE = ("LICENSE*", "NOTICE*", "README*")  # are taken along
+Ids = int | list[int] | None
+Id = Annotated[int, Field(ge=0, lt=10_000_000)]
+
+
+class _Form(BaseModel):
+    """What is read of a file that has more in it; a number in quotes is none."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+
+class _Rope(_Form):
+    rope_type: str | None = None
+    type: str | None = None
+    factor: float | None = None
+    original_max_position_embeddings: float | None = None
+
+
+class _Text(_Form):
+    vocab_size: Id | None = None
+    eos_token_id: Ids = None
+    bos_token_id: Ids = None
+    pad_token_id: int | None = None
+    max_position_embeddings: float | None = None
+    n_positions: float | None = None
+    rope_parameters: _Rope | None = None
+    rope_scaling: _Rope | None = None
+
+
+class _Config(_Text):
+    model_type: str
+    text_config: _Text | None = None
+
+
+class _Generation(_Form):
+    eos_token_id: Ids = None
+    bos_token_id: Ids = None
+    pad_token_id: int | None = None
+
+
+class _Token(_Form):
+    content: str
+
+
+class _Named(_Form):
+    bos_token: str | _Token | None = None
+    eos_token: str | _Token | None = None
+    pad_token: str | _Token | None = None
+    unk_token: str | _Token | None = None
+
+
+class _Template(_Form):
+    name: str
+    template: str
+
+
+class _TokenizerConfig(_Named):
+    chat_template: str | list[_Template] | None = None
+    added_tokens_decoder: dict[str, _Token] | None = None
+    model_max_length: float | None = None
+
+
+class _Words(_Form):
+    vocab: dict[str, Id] | list[tuple[str, float]] | None = None
+    merges: list[str | tuple[str, str]] | None = None
+
+
+class _Added(_Token):
+    id: Id
+    special: bool = False
+
+
+class _Tokenizer(_Form):
+    model: _Words | None = None
+    added_tokens: list[_Added] | None = None
+
+
+FORMS: Mapping[str, type[_Form]] = {
+    "config.json": _Config,
+    "generation_config.json": _Generation,
+    "special_tokens_map.json": _Named,
+    "tokenizer.json": _Tokenizer,
+    "tokenizer_config.json": _TokenizerConfig,
+}
 
 
 def check_model(folder: Path, *, computed: bool) -> None:
@@ -37,31 +124,56 @@ def model_files(folder: Path) -> tuple[list[Path], tuple[str, ...]]:
 def _model_files(folder: Path) -> tuple[list[Path], tuple[str, ...]]:
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder", hint="name a folder in Hugging Face format")
+    if odd := [path for path in sorted(folder.iterdir()) if _wanted(path.name) and not path.is_file()]:
+        raise OpdctlError(
+            f"{odd[0]} is no file: a link to nothing, a folder, a pipe", hint="remove it, or put the model's file there"
+        )
+    if not (folder / "config.json").is_file():
+        raise OpdctlError(f"{folder}: no config.json", hint="name a folder in Hugging Face format")
     there = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
-    wanted = [path for path in there if any(fnmatch(path.name, pattern) for pattern in (*WANTED, *BESIDE))]
-    taken = [path for path in wanted if path.name != RECORD and not any(fnmatch(path.name, p) for p in UNWANTED)]
+    taken = [path for path in there if _wanted(path.name) or any(fnmatch(path.name, pattern) for pattern in BESIDE)]
     names = {path.name for path in taken}
-    if not isinstance(_json(folder / "config.json").get("model_type"), str):
-        raise OpdctlError(f"{folder / 'config.json'} names no model_type", hint="take the folder that was saved whole")
+    for name in FORMS.keys() & names:
+        _check(folder / name, FORMS[name])
+    if "chat_template.jinja" in names:
+        _read_text(folder / "chat_template.jinja")
     weights = {path.name for path in weight_files(folder)}
     if not names & set(TOKENIZERS):
         raise OpdctlError(
             f"{folder}: no tokenizer ({', '.join(TOKENIZERS)})",
             hint="copy the tokenizer's files beside the weights: they belong to the model",
         )
-    for name in READ_FIRST:
-        if name in names:
-            _json(folder / name)
     stray = {name for name in names if name.endswith(".safetensors")} - weights  # of an adapter, or of another format
     taken = [path for path in taken if path.name not in stray]
     return taken, tuple(path.name for path in there if path not in taken)
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _wanted(name: str) -> bool:
+    own = name != RECORD and not any(fnmatch(name, pattern) for pattern in UNWANTED)
+    return own and any(fnmatch(name, pattern) for pattern in WANTED)
+
+
+def _read_text(path: Path) -> None:
     try:
-        found = json.loads(path.read_text())
-    except (ValueError, RecursionError) as error:
-        raise OpdctlError(f"{path} cannot be read: {error}", hint="copy the folder again") from error
-    if not isinstance(found, dict):
-        raise OpdctlError(f"{path} holds no JSON object", hint="copy the folder again")
-    return found
+        path.read_text()
+    except ValueError as error:
+        raise OpdctlError(f"{path} cannot be read: {error}", hint="copy the file again") from error
+
+
+def _check(path: Path, form: type[_Form]) -> None:
+    try:
+        form.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        raise _defect(path, error.errors(include_url=False)[0]) from None
+
+
+def _defect(path: Path, found: Mapping[str, Any]) -> OpdctlError:
+    hint = "correct the value, or copy the file again"
+    if found["type"] == "json_invalid":
+        return OpdctlError(f"{path} cannot be read: {found['ctx']['error']}", hint="copy the file again")
+    if not found["loc"]:
+        return OpdctlError(f"{path} holds no JSON object", hint="copy the file again")
+    if found["type"] == "missing":
+        return OpdctlError(f"{path} names no {'.'.join(map(str, found['loc']))}", hint=hint)
+    where, value = ".".join(map(str, found["loc"])), repr(found["input"])
+    return OpdctlError(f"{path}: {where}: {found['msg']}, and it is {value[:60]}", hint=hint)

@@ -225,6 +225,17 @@ def read_json(path: Path, *keys: str) -> dict[str, Any] | None:
     return found if isinstance(found, dict) and found.keys() >= set(keys) else None
 
 
+def read_info(path: Path) -> dict[str, Any]:
+    """Who started a run, when and how; values of other types than are written there are left out."""
+    holds: Mapping[str, Callable[[Any], bool]] = {
+        "argv": _texts,
+        "created": _is_text,
+        "tracking": lambda value: isinstance(value, dict),
+    }
+    found = read_json(path) or {}
+    return {key: value for key, value in found.items() if key not in holds or holds[key](value)}
+
+
 def read_beginning(path: Path) -> dict[str, Any] | None:
     """What half-trained state began with: its identity, and the record ids of its parents (None: from outside). None
     where there is no such note, or a damaged one."""

@@ -38,6 +38,7 @@ from opdctl.records import (
     describe_files,
     disk_errors,
     read_beginning,
+    read_info,
     read_json,
     read_record,
     refuse_links,
@@ -307,7 +308,7 @@ class RunDir:
     @property
     def info(self) -> Mapping[str, Any]:
         """Who started the run, when and how; empty where it has not started."""
-        return read_json(self.path / "run.json") or {}
+        return read_info(self.path / "run.json")
 
     def write_info(self, **values: Any) -> None:
         """Add to `info`."""
@@ -362,8 +363,7 @@ class Workspace:
         """Fingerprint -> every checkpoint that was ever published with it; read once, newest first."""
         if self._index is None:
             self._index = {}
-            found = [(read_json(path, "stage"), path) for path in self._record_files()]
-            known = [(data, path) for data, path in found if data is not None]
+            known = [(data, path) for path in self._record_files() if (data := read_json(path, "stage"))]
             for data, path in sorted(known, key=lambda pair: str(pair[0].get("created")), reverse=True):
                 stage = StageDir(path.parents[2], str(data["stage"]), path.parent.name)
                 self._index.setdefault(str(data.get("fingerprint")), []).append(stage)

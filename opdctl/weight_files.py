@@ -7,6 +7,7 @@ and the range of its bytes behind the header), and the bytes, without holes.
 import json
 import math
 import struct
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -74,7 +75,8 @@ def tensors_in(file: Path) -> dict[str, StoredTensor]:
             if length > min(_LONGEST_HEADER, size - 8):
                 raise damaged
             header: dict[str, Any] = json.loads(stream.read(length))
-        header.pop("__metadata__", None)
+        _check_metadata(header.pop("__metadata__", None))
+        "".join(header).encode()  # half of a character raises
         found = {name: _placed(file, 8 + length, entry) for name, entry in header.items()}
     except OSError as error:
         raise unreadable(file, error) from error
@@ -90,9 +92,16 @@ def tensors_in(file: Path) -> dict[str, StoredTensor]:
     return found
 
 
+def _check_metadata(found: Any) -> None:
+    if found is not None and not all(isinstance(text, str) for pair in found.items() for text in pair):
+        raise ValueError("metadata other than texts")
+
+
 def _placed(file: Path, data: int, entry: Mapping[str, Any]) -> StoredTensor:
-    start, end = entry["data_offsets"]
-    tensor = StoredTensor(file, str(entry["dtype"]), tuple(entry["shape"]), data + start, end - start)
+    (start, end), shape = entry["data_offsets"], entry["shape"]
+    if any(type(number) is not int or number < 0 for number in (start, end, *shape)):
+        raise ValueError("not a range or shape of whole numbers")
+    tensor = StoredTensor(file, str(entry["dtype"]), tuple(shape), data + start, end - start)
     if tensor.dtype in WIDTHS and tensor.size != math.prod(tensor.shape) * WIDTHS[tensor.dtype]:
         raise ValueError("shape and range do not fit")
     return tensor
@@ -117,6 +126,12 @@ def _indexed(folder: Path) -> dict[Path, dict[str, StoredTensor]]:
             hint="the download or copy was not complete; repeat it",
         )
     found = {folder / name: tensors_in(folder / name) for name in names}
+    both = Counter(name for tensors in found.values() for name in tensors)
+    if twice := sorted(name for name, times in both.items() if times > 1):
+        raise OpdctlError(
+            f"{folder}: tensors that are in more than one file: {some(twice)}",
+            hint="files of another copy were mixed in; copy the folder again",
+        )
     for file, tensors in found.items():
         promised = {tensor for tensor, name in listed.items() if name == file.name}
         if lost := sorted(promised - tensors.keys()):

@@ -102,9 +102,9 @@ def deep(path):
 
 
 REFUSED = {
-    "config.json cannot be read: maximum recursion": lambda folder: deep(folder / "config.json"),
+    "config.json cannot be read: recursion limit exceeded": lambda folder: deep(folder / "config.json"),
     "no such folder": lambda folder: os.rename(folder, folder.with_name("moved")),
-    "config.json cannot be read": lambda folder: (folder / "config.json").unlink(),
+    "no config.json": lambda folder: (folder / "config.json").unlink(),
     "config.json holds no JSON object": lambda folder: (folder / "config.json").write_text("[]"),
     "tokenizer.json cannot be read": lambda folder: (folder / "tokenizer.json").write_text("{"),
     "generation_config.json holds no JSON object": lambda folder: (folder / "generation_config.json").write_text("3"),

@@ -233,6 +233,13 @@ def test_files_damaged_on_the_disk_say_nothing_and_crash_nothing(run, stage, con
     assert run.workspace.digests().file(stage.identity)
 
 
+@pytest.mark.parametrize("value", [None, 3, {}, [3], "text\0"])
+def test_info_of_other_types_is_none(run, value):
+    run.write_info(argv=["opdctl", "run"], created="2026", tracking={})
+    write_json(run.path / "run.json", {"argv": value, "created": value, "tracking": value, "source": "s"})
+    assert run.info.keys() <= {"source", "tracking"}
+
+
 def test_info_grows(run):
     run.write_info(user="u")
     run.write_info(mlflow="m")

@@ -56,6 +56,14 @@ REFUSED = {
     "a hole": lambda file: written(file, {"a": one((0, 8)), "b": one((12, 20))}, bytes(20)),
     "an overlap": lambda file: written(file, {"a": one((0, 8)), "b": one((4, 12))}, bytes(12)),
     "a range backwards": lambda file: written(file, {"a": one((8, 0))}, bytes(8)),
+    "a shape below zero": lambda file: written(file, {"a": one((0, 8), shape=(-2, -1))}, bytes(8)),
+    "a shape of fractions": lambda file: written(file, {"a": one((0, 8), shape=(2.0,))}, bytes(8)),
+    "a range of fractions": lambda file: written(file, {"a": one((0.0, 8.0))}, bytes(8)),
+    "metadata that is none": lambda file: written(file, {"__metadata__": 5}),
+    "metadata of numbers": lambda file: written(file, {"__metadata__": {"format": 5}}),
+    "half of a character": lambda file: written(
+        file, b'{"\\ud800": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}', bytes(8)
+    ),
     "a shape of another size": lambda file: written(file, {"a": one((0, 8), shape=(3,))}, bytes(8)),
 }
 
@@ -138,3 +146,12 @@ def test_codes_of_quantized_weights_are_refused_and_masks_are_not(tmp_path):
         save_file({**TENSORS, name: codes.to(torch.int32)}, tmp_path / SINGLE)
         with pytest.raises(OpdctlError, match=rf"computed with: {name} \(I32\)"):
             check_computable(tmp_path)
+
+
+def test_a_tensor_in_two_files_of_an_index_is_refused(tmp_path):
+    for name in ("1", "2"):
+        save_file({"a": torch.full((2,), float(name)), name: torch.ones(1)}, tmp_path / f"{name}.safetensors")
+    listed = {"a": "1.safetensors", "1": "1.safetensors", "2": "2.safetensors"}
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": listed}))
+    with pytest.raises(OpdctlError, match="in more than one file: a"):
+        weight_files(tmp_path)

@@ -210,7 +210,7 @@ def _special_ids(folder: Path, config: PreTrainedConfig) -> tuple[tuple[int, ...
     """EOS ids and pad id, see `load_policy`; of a model of text and more those of its text."""
     config = config.get_text_config()
     has_generation = (folder / "generation_config.json").is_file()
-    generation = GenerationConfig.from_pretrained(folder, local_files_only=True) if has_generation else None
+    generation = _generation(folder) if has_generation else None
     tokenizer = load_tokenizer(folder)
     sources = tokenizer.eos_token_id, getattr(generation, "eos_token_id", None), config.eos_token_id
     eos_ids = tuple(dict.fromkeys(token for source in sources for token in _as_list(source)))
@@ -228,6 +228,16 @@ def _special_ids(folder: Path, config: PreTrainedConfig) -> tuple[tuple[int, ...
             hint="correct eos_token_id and pad_token_id in config.json and generation_config.json",
         )
     return eos_ids, int(pad_id)
+
+
+def _generation(folder: Path) -> GenerationConfig:
+    try:
+        return GenerationConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, StrictDataclassError) as error:
+        raise OpdctlError(
+            f"{folder / 'generation_config.json'}: transformers cannot read it: {error}",
+            hint="correct the value, or copy the file again",
+        ) from None
 
 
 def _as_list(ids: int | list[int] | None) -> list[int]:

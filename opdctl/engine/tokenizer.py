@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeAlias
 
+from huggingface_hub.errors import StrictDataclassError
 from tokenizers import Tokenizer as WordLevelTokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -48,9 +49,9 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             hint="copy the tokenizer files of the model beside its weights",
         )
     try:
-        with RefusalsTold(Path(path)):
+        with RefusalsTold(path):
             tokenizer: Tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError, StrictDataclassError) as error:
         raise OpdctlError(
             f"{path}: the tokenizer cannot be loaded: {type(error).__name__}: {error}",
             hint="copy the model's tokenizer files again, or install what the message asks for",
@@ -86,7 +87,8 @@ def encode_batch(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
                     raise _unknown(word, text)
     if not texts:
         return []
-    encoded = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+    with RefusalsTold(tokenizer.name_or_path):
+        encoded = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
     unknown = tokenizer.unk_token_id
     ids: list[list[int]] = [[int(token) for token in row] for row in encoded]
     if unknown is not None:

@@ -15,7 +15,7 @@ class RefusalsTold:
     """Where the library refuses a file, or a word that it does not know, it raises a bare Exception: that one type, and
     nothing derived from it, becomes an OpdctlError about `subject`."""
 
-    def __init__(self, subject: Path) -> None:
+    def __init__(self, subject: object) -> None:
         self._subject = subject
 
     def __enter__(self) -> None: ...

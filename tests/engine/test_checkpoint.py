@@ -220,6 +220,14 @@ def test_a_value_of_the_configuration_that_makes_no_model_is_an_error_of_the_fol
     assert "config.json" in str(caught.value) + caught.value.hint
 
 
+@pytest.mark.parametrize("odd", [{"watermarking_config": 5}, {"compile_config": 5}, {"cache_implementation": "none"}])
+def test_a_value_of_the_generation_configuration_that_transformers_rejects_is_an_error_of_the_file(folder, odd):
+    edit_json(folder / "generation_config.json", **odd)
+    with pytest.raises(OpdctlError, match=re.escape(str(folder / "generation_config.json"))) as caught:
+        load_policy(folder)
+    assert caught.value.hint
+
+
 def test_a_tied_model_with_an_output_matrix_of_its_own_is_refused_unless_equal(folder):
     edit_weights(
         folder, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()})
