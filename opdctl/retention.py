@@ -79,14 +79,14 @@ class Census:
 
     def inside(self, path: Path) -> bool:
         """Is it in the workspace's own runs/, and not behind a link?"""
-        return path.resolve().is_relative_to((self._workspace.path / "runs").resolve())
+        return _real(path).is_relative_to(_real(self._workspace.path / "runs"))
 
     def _add(self, one: StageDir) -> None:
         read = parse_record(one.checkpoint)
         record, problem = (read, "") if isinstance(read, Record) else (None, read)
         half = record is None and not (one.checkpoint / RECORD).exists() and one.pinned in self._deleted
         item = Checkpoint(one, record, problem, half)
-        self._by_path.setdefault(one.checkpoint.resolve(), item)
+        self._by_path.setdefault(_real(one.checkpoint), item)
         self._by_id.setdefault(one.pinned, []).append(item)
 
     # ------------------------------------------------------------------------------------------------- the rules
@@ -97,7 +97,7 @@ class Census:
 
     def _keep_path(self, path: Path, why: str) -> None:
         """The checkpoint that this path leads to or into."""
-        real = path.resolve()
+        real = _real(path)
         for place in (real, *real.parents):
             if place in self._by_path:
                 self._by_path[place].stays.append(why)
@@ -150,8 +150,8 @@ class Census:
                 item.stays.append(f"pipeline.yaml of {stage.run} cannot be read: its retention is not known")
             return
         published.sort(key=lambda item: item.order)
-        in_force = stage.checkpoint.resolve()
-        replaced = [item for item in published if item.path.resolve() != in_force]
+        in_force = _real(stage.checkpoint)
+        replaced = [item for item in published if _real(item.path) != in_force]
         for item in replaced[max(0, len(replaced) - settings.keep_last) :]:
             item.stays.append(f"keep_last: {settings.keep_last}")
         if settings.keep_every:
@@ -221,3 +221,8 @@ def _strings(tree: Any) -> Iterator[str]:
     elif isinstance(tree, list):
         for value in tree:
             yield from _strings(value)
+
+
+def _real(path: Path) -> Path:
+    """Without links; unlike `resolve` it takes one that leads back to itself."""
+    return Path(os.path.realpath(path))

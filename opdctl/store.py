@@ -139,7 +139,7 @@ class StageDir:
 
     def attempts(self) -> list[Attempt]:
         """Oldest first."""
-        numbers = (int(path.name) for path in self.path.glob("attempts/*") if path.name.isdigit())
+        numbers = (int(path.name) for path in self.path.glob("attempts/*") if re.fullmatch("[0-9]+", path.name))
         return [Attempt(number, self.path / "attempts" / str(number)) for number in sorted(numbers)]
 
     def new_attempt(self) -> Attempt:

@@ -337,3 +337,11 @@ def test_lineage_of_a_model_read_as_a_folder_goes_on_behind_it(found):
     assert {teacher.id, base.id} < set(nodes)
     (found.run("a").stage("mopd").checkpoint / RECORD).unlink()
     assert f"path:{teacher.id}" in trace(found, [found.run("b").stage("mopd")])
+
+
+def test_a_link_that_leads_to_itself_ends_nothing(found):
+    publish(found, "a", "sft", at=0)
+    link = found.run("a").stage("sft").path / "checkpoint"
+    link.unlink()
+    link.symlink_to("checkpoint")
+    assert survey(found) is not None

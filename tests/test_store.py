@@ -136,6 +136,13 @@ def test_a_new_attempt_deletes_what_dead_ones_left(stage):
 # ---------------------------------------------------------------------------------------------- reuse
 
 
+def test_folders_that_are_no_attempts_are_none(stage):
+    made = stage.new_attempt()
+    for name in ("²", "٣", "-1", "x"):
+        (stage.path / "attempts" / name).mkdir()
+    assert stage.attempts() == [made]
+
+
 def test_a_checkpoint_of_another_run_is_found_and_reused_by_reference(workspace):
     other = Workspace(workspace).run("one").stage("sft")
     other.publish(output(other, "theirs"), record("r1", "f", ["p"], run="one"))
