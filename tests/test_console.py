@@ -163,6 +163,13 @@ def test_time_left_is_measured_from_the_start_of_the_attempt():
     assert row.eta_s(105.0) == pytest.approx(45.0)
 
 
+def test_time_left_shrinks_while_events_tell_of_the_same_step():
+    row = Row("eval", "eval", "running")
+    for step, at in ((0, 10.0), (1, 70.0), (1, 80.0), (1, 100.0)):
+        row.progress(Event(step, 3, {}, phase=f"student {at}", time=at), at)
+    assert row.eta_s(100.0) == pytest.approx(90.0)  # two models of a minute each, half of one of them done
+
+
 def test_an_event_without_a_time_counts_as_seen_now():
     row = Row("sft", "sft", "running")
     row.progress(Event(0, 10, {}), 100.0)

@@ -43,21 +43,24 @@ class Row:
     ended: float = 0.0
     event: Event | None = None
     first: Event | None = None  # of this attempt: what the pace is measured from
+    reached: Event | None = None  # the first that told of the step at which it is: others tell how far the next one is
     printed: float = 0.0
     warned: bool = False  # by the gate or the watchdog, in this attempt
 
     def progress(self, event: Event, now: float) -> None:
         event = event if event.time else Event(event.step, event.total, event.metrics, event.phase, now)
         if self.first is None or self.first.total != event.total or event.step < self.first.step:
-            self.first = event
+            self.first = self.reached = event
+        if self.reached is None or self.reached.step != event.step:
+            self.reached = event
         self.event = event
 
     def eta_s(self, now: float) -> float | None:
         """Seconds to the last step at the pace seen so far; None before there is one."""
-        if self.event is None or self.first is None or self.event.step <= self.first.step:
+        if self.reached is None or self.first is None or self.reached.step <= self.first.step:
             return None
-        pace = (self.event.time - self.first.time) / (self.event.step - self.first.step)
-        return max(0.0, pace * (self.event.total - self.event.step) - (now - self.event.time))
+        pace = (self.reached.time - self.first.time) / (self.reached.step - self.first.step)
+        return max(0.0, pace * (self.reached.total - self.reached.step) - (now - self.reached.time))
 
     def steps(self) -> str:
         return f"{self.event.step}/{self.event.total}" if self.event else ""
@@ -100,7 +103,8 @@ class Progress:
 
     def started(self, stage: str, attempt: int) -> None:
         row = self.rows[stage]
-        row.state, row.began, row.first, row.event, row.warned = "running", self.time(), None, None, False
+        row.state, row.began, row.first, row.reached = "running", self.time(), None, None
+        row.event, row.warned = None, False
         self.changed(row, "started" if attempt == 1 else f"started, attempt {attempt}")
 
     def progress(self, stage: str, event: Event) -> None:
