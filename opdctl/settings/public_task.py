@@ -35,9 +35,6 @@ class WordProblemTask(PublicTask):
     operations: Annotated[list[Literal["add", "sub", "mul", "div"]], Field(min_length=1)] = ["add", "sub", "mul", "div"]
     answer: Literal["expression", "number"] = "expression"  # `12 + 5`, or `12 + 5 = 17`, `#### 17`
     drills: Annotated[int, Field(ge=0, le=100_000)] = 0  # generated problems among the training rows
-    # of the 20 wordings of an operation that training may show, so many; null: all. Fewer for SFT than for what comes
-    # after it leave something to learn there
-    wordings: Annotated[int, Field(ge=1, le=20)] | None = None
 
     @model_validator(mode="after")
     def _some_rows(self) -> "WordProblemTask":

@@ -62,8 +62,7 @@ class WordProblems(Published):
             for part, problem in _mawps((folder or Path.cwd()) / settings.path, name, signs, settings.answer):
                 parts[part].append(problem)
         for part, count in drills.items():
-            wordings = settings.wordings if part == "train" else None
-            parts[part] += itertools.islice(_generated(part, settings, wordings), count)
+            parts[part] += itertools.islice(_generated(part, settings.operations, settings.answer), count)
         super().__init__(name, settings, efforts, parts)
 
     def verify(self, prompt: Prompt, completion: str) -> Verdict:
@@ -162,19 +161,19 @@ def _problem(question: str, reference: tuple[Fraction, str, Fraction], target: F
 # ------------------------------------------------------------------------------------------------------ generation
 
 
-def _generated(part: Part, settings: WordProblemTask, wordings: int | None) -> Iterator[Problem]:
-    """An endless stream of different problems, the operations in turn, in the first `wordings` of the part's."""
+def _generated(part: Part, operations: Sequence[str], mode: str) -> Iterator[Problem]:
+    """An endless stream of different problems, the operations in turn."""
     rng = random.Random(f"word problems {part}")
     seen: set[str] = set()
-    for operation in itertools.cycle(settings.operations):
+    for operation in itertools.cycle(operations):
         problem = None
         while problem is None or problem.question in seen:
-            problem = _draw(operation, part, wordings, settings.answer, rng)
+            problem = _draw(operation, part, mode, rng)
         seen.add(problem.question)
         yield problem
 
 
-def _draw(operation: str, part: Part, wordings: int | None, mode: str, rng: random.Random) -> Problem | None:
+def _draw(operation: str, part: Part, mode: str, rng: random.Random) -> Problem | None:
     """A problem; None where its numbers belong to another part, or have another way to the same value."""
     small, large = rng.randint(2, 12), rng.randint(2, 99)
     match operation:
@@ -190,8 +189,7 @@ def _draw(operation: str, part: Part, wordings: int | None, mode: str, rng: rand
     value = {"add": x + y, "sub": x - y, "mul": x * y, "div": x / y}[operation]
     c = rng.randint(3, 60)
     aside = rng.choice(ASIDES) + " " if rng.random() < ASIDE else ""
-    known = [text for at, text in enumerate(TEMPLATES[operation]) if WORDINGS[at % len(WORDINGS)] == part]
-    wording = rng.choice(known[:wordings])
+    wording = rng.choice([text for at, text in enumerate(TEMPLATES[operation]) if WORDINGS[at % len(WORDINGS)] == part])
     name, other = rng.sample(NAMES, 2)
     thing, place_, box = rng.choice(THINGS), rng.choice(PLACES), rng.choice(BOXES)
     question = (aside + wording).format(a=a, b=b, c=c, name=name, other=other, thing=thing, place=place_, box=box)

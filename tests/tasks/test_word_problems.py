@@ -88,14 +88,6 @@ def test_wordings_and_numbers_of_evaluation_are_in_no_training_row() -> None:
         assert not found[1] & found[2]
 
 
-def test_fewer_wordings_are_the_first_and_leave_evaluation_alone() -> None:
-    few, every = task(drills=2000, wordings=3), task(drills=2000)
-    shown, known = (used(made.prompts("train", 0, 0, 2000)) for made in (few, every))
-    assert len(shown) == 12
-    assert shown == {text for some in TEMPLATES.values() for text in [one for one in some if one in known][:3]}
-    assert few.prompts("eval", 0, 0, 500) == every.prompts("eval", 0, 0, 500)
-
-
 def used(prompts: list[Prompt]) -> set[str]:
     text = "\n".join(prompt.text for prompt in prompts)
     every = [wording for some in TEMPLATES.values() for wording in some]
