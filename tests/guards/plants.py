@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import yaml
+from checkpoints import model_folder
 from guards import world
 from guards.gate_faults import end_elsewhere, noise, swap_words
 from guards.streams import Stream, healthy
@@ -50,9 +51,7 @@ def play(folder: Path, stage: str, stream: Stream, **told: Mapping[int, Any]) ->
 def models(folder: Path, *names: str) -> None:
     """Folders that look like models, for a backend that reads none."""
     for name in names:
-        (folder / name).mkdir()
-        (folder / name / "config.json").write_text('{"model_type": "toy"}')
-        (folder / name / world.WEIGHTS).write_text(name)
+        model_folder(folder / name, name[:4].encode())
 
 
 def stage(kind: str) -> dict[str, Any]:

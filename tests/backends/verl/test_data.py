@@ -377,6 +377,7 @@ class _Deaf:
 
     backend_tokenizer = None
     unk_token_id = None
+    name_or_path = "deaf"
 
     def __init__(self, tokenizer) -> None:
         self.convert_ids_to_tokens = tokenizer.convert_ids_to_tokens
