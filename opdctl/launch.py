@@ -14,7 +14,7 @@ from opdctl.errors import OpdctlError, StageRefused
 from opdctl.fetch import gguf_folder, hub_folder, imported_gguf
 from opdctl.gate import check_files, forget
 from opdctl.lineage import HANDED_ON
-from opdctl.model_folder import check_model
+from opdctl.model_folder import model_files
 from opdctl.plan import Plan, PlannedStage
 from opdctl.references import Input
 from opdctl.settings import AnyTask, GateSettings, NewModel, OpdSettings, RlvrSettings, SftSettings
@@ -243,7 +243,7 @@ def _outside_models(
 
 def _whole(folder: Path, ref: str, *, computed: bool) -> Path:
     try:
-        check_model(folder, computed=computed)
+        model_files(folder, computed=computed)
     except OpdctlError as error:
         raise StageRefused(f"{ref}: {error}", hint=error.hint) from None
     return folder

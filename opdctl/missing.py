@@ -6,7 +6,7 @@ from pathlib import Path
 from opdctl.adopt import RUN as IMPORTS
 from opdctl.errors import ConfigError, OpdctlError
 from opdctl.fetch import DATA, DATA_FOLDER, MODELS, MODELS_FOLDER
-from opdctl.model_folder import check_model
+from opdctl.model_folder import model_files
 from opdctl.pipeline import Pipeline
 from opdctl.settings import FileTask, PublicTask, ToolTaskSettings
 from opdctl.store import Workspace
@@ -58,7 +58,7 @@ def _models(pipeline: Pipeline) -> Iterator[str]:
             yield f"{key}: no such folder: {given}{_where(pipeline.folder, given)}"
         else:
             try:
-                check_model(pipeline.folder / given, computed=given in computed)
+                model_files(pipeline.folder / given, computed=given in computed)
             except OpdctlError as error:
                 yield f"{key}: {_told(error)}"
 

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from opdctl.errors import ConfigError, OpdctlError
 from opdctl.fetch import UNWANTED, WANTED
 from opdctl.records import RECORD
-from opdctl.weight_files import check_computable, unreadable, weight_files
+from opdctl.weight_files import computable_files, unreadable, weight_files
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tiktoken.model")
 BESIDE = ("LICENSE*", "NOTICE*", "README*")  # are taken along
@@ -34,11 +34,14 @@ class _Rope(_Form):
     original_max_position_embeddings: float | None = None
 
 
-class _Text(_Form):
-    vocab_size: Id | None = None
+class _Generation(_Form):
     eos_token_id: Ids = None
     bos_token_id: Ids = None
     pad_token_id: int | None = None
+
+
+class _Text(_Generation):
+    vocab_size: Id | None = None
     max_position_embeddings: float | None = None
     n_positions: float | None = None
     rope_parameters: _Rope | None = None
@@ -48,12 +51,6 @@ class _Text(_Form):
 class _Config(_Text):
     model_type: str
     text_config: _Text | None = None
-
-
-class _Generation(_Form):
-    eos_token_id: Ids = None
-    bos_token_id: Ids = None
-    pad_token_id: int | None = None
 
 
 class _Token(_Form):
@@ -102,42 +99,36 @@ FORMS: Mapping[str, type[_Form]] = {
 }
 
 
-def check_model(folder: Path, *, computed: bool) -> None:
-    """Raises as `model_files` does; where it is `computed` with, by the embedded engine, as `check_computable` too."""
-    model_files(folder)
-    if computed:
-        check_computable(folder)
-
-
-def model_files(folder: Path) -> tuple[list[Path], tuple[str, ...]]:
+def model_files(folder: Path, *, computed: bool = False) -> tuple[list[Path], tuple[str, ...]]:
     """The files of a Hugging Face folder to take, and the names of those to leave.
 
     Raises ConfigError where there is no folder, OpdctlError unless they are a whole model: a configuration, a
-    tokenizer, all tensors as safetensors.
+    tokenizer, all tensors as safetensors, which `computed` wants as `computable_files` does.
     """
     try:
-        return _model_files(folder)
+        return _model_files(folder, computed)
     except OSError as error:
         raise unreadable(folder, error) from error
 
 
-def _model_files(folder: Path) -> tuple[list[Path], tuple[str, ...]]:
+def _model_files(folder: Path, computed: bool) -> tuple[list[Path], tuple[str, ...]]:
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder", hint="name a folder in Hugging Face format")
-    if odd := [path for path in sorted(folder.iterdir()) if _wanted(path.name) and not path.is_file()]:
+    listed = sorted(folder.iterdir())
+    if odd := [path for path in listed if _wanted(path.name) and not path.is_file()]:
         raise OpdctlError(
             f"{odd[0]} is no file: a link to nothing, a folder, a pipe", hint="remove it, or put the model's file there"
         )
     if not (folder / "config.json").is_file():
         raise OpdctlError(f"{folder}: no config.json", hint="name a folder in Hugging Face format")
-    there = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
+    there = [path for path in listed if path.is_file() and not path.name.startswith(".")]
     taken = [path for path in there if _wanted(path.name) or any(fnmatch(path.name, pattern) for pattern in BESIDE)]
     names = {path.name for path in taken}
     for name in FORMS.keys() & names:
         _check(folder / name, FORMS[name])
     if "chat_template.jinja" in names:
         _read_text(folder / "chat_template.jinja")
-    weights = {path.name for path in weight_files(folder)}
+    weights = {path.name for path in (computable_files if computed else weight_files)(folder)}
     if not names & set(TOKENIZERS):
         raise OpdctlError(
             f"{folder}: no tokenizer ({', '.join(TOKENIZERS)})",

@@ -332,10 +332,7 @@ class Workspace:
 
     def run(self, name: str) -> RunDir:
         if not re.fullmatch(NAME_PATTERN, name):
-            raise ConfigError(
-                f"--run: '{name}' cannot name a run",
-                hint=f"use {NAME}",
-            )
+            raise ConfigError(f"--run: '{name}' cannot name a run", hint=f"use {NAME}")
         return RunDir(self.path / "runs" / name)
 
     def runs(self) -> list[RunDir]:

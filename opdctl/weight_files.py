@@ -48,12 +48,14 @@ def tensors_by_file(folder: Path) -> dict[Path, dict[str, StoredTensor]]:
     return _indexed(folder)
 
 
-def check_computable(folder: Path) -> None:
-    """Raises OpdctlError for weights that are no floating-point numbers of `WIDTHS`: quantized ones are codes, and
-    mean something only with scales that stand beside them. Masks and positions may be whole numbers."""
+def computable_files(folder: Path) -> list[Path]:
+    """Those of `weight_files`. Raises OpdctlError as that does, and for weights that are no floating-point numbers of
+    `WIDTHS`: quantized ones are codes, and mean something only with scales that stand beside them. Masks and positions
+    may be whole numbers."""
+    files = tensors_by_file(folder)
     found = [
         f"{name} ({one.dtype})"
-        for tensors in tensors_by_file(folder).values()
+        for tensors in files.values()
         for name, one in tensors.items()
         if one.dtype not in WIDTHS and (name.endswith("weight") or (name.endswith("bias") and len(one.shape) == 1))
     ]
@@ -63,6 +65,7 @@ def check_computable(folder: Path) -> None:
             hint=f"take the model in {', '.join(sorted(WIDTHS))}: the embedded engine reads no quantized weights, "
             "and backend: vllm does",
         )
+    return list(files)
 
 
 def tensors_in(file: Path) -> dict[str, StoredTensor]:

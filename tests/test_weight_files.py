@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from opdctl.errors import OpdctlError
-from opdctl.weight_files import INDEX, SINGLE, StoredTensor, check_computable, tensors_in, weight_files
+from opdctl.weight_files import INDEX, SINGLE, StoredTensor, computable_files, tensors_in, weight_files
 
 TENSORS = {"a": torch.ones(2, 3), "b": torch.ones(5, dtype=torch.bfloat16), "none": torch.empty(0, 4)}
 
@@ -141,11 +141,11 @@ def test_a_folder_without_weights_is_refused_with_what_to_do(tmp_path, file, tol
 def test_codes_of_quantized_weights_are_refused_and_masks_are_not(tmp_path):
     mask = {"h.attn.bias": torch.ones(1, 1, 2, 2, dtype=torch.uint8), "position_ids": torch.arange(3)}
     save_file({**TENSORS, **mask, "h.bias": torch.ones(2)}, tmp_path / SINGLE)
-    check_computable(tmp_path)
+    computable_files(tmp_path)
     for name, codes in (("h.weight", torch.ones(2, 2)), ("h.qweight", torch.ones(2, 2)), ("h.bias", torch.ones(2))):
         save_file({**TENSORS, name: codes.to(torch.int32)}, tmp_path / SINGLE)
         with pytest.raises(OpdctlError, match=rf"computed with: {name} \(I32\)"):
-            check_computable(tmp_path)
+            computable_files(tmp_path)
 
 
 def test_a_tensor_in_two_files_of_an_index_is_refused(tmp_path):

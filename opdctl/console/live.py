@@ -103,8 +103,8 @@ class Progress:
 
     def started(self, stage: str, attempt: int) -> None:
         row = self.rows[stage]
-        row.state, row.began, row.first, row.reached = "running", self.time(), None, None
-        row.event, row.warned = None, False
+        row.state, row.began, row.warned = "running", self.time(), False
+        row.first = row.reached = row.event = None
         self.changed(row, "started" if attempt == 1 else f"started, attempt {attempt}")
 
     def progress(self, stage: str, event: Event) -> None:

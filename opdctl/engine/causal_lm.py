@@ -24,7 +24,7 @@ from opdctl.engine.batch import Sequence, TokenBatch, collate
 from opdctl.engine.policy import Cache, Policy
 from opdctl.engine.weights import NO_NETWORK, check_finite, no_network
 from opdctl.errors import OpdctlError, StageRefused
-from opdctl.weight_files import check_computable, some
+from opdctl.weight_files import computable_files, some
 
 _TRIED = 14  # tokens of the longest sequence that is tried when a model is loaded
 
@@ -250,7 +250,7 @@ def _close(a: Tensor, b: Tensor) -> bool:
 def load_network(folder: Path, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Any model that transformers has, every tensor of it from the folder's files."""
     logging.disable_progress_bar()
-    check_computable(folder)
+    computable_files(folder)  # whole, and nothing quantized
     try:
         network, info = AutoModelForCausalLM.from_pretrained(
             folder,

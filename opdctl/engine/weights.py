@@ -8,14 +8,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from opdctl.errors import OpdctlError
-from opdctl.weight_files import check_computable, some, weight_files
+from opdctl.weight_files import computable_files, some
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """All tensors by name, on the CPU. Raises OpdctlError as `weight_files` and `check_computable` do."""
-    check_computable(folder)
+    """All tensors by name, on the CPU. Raises OpdctlError as `computable_files` does."""
     tensors: dict[str, Tensor] = {}
-    for path in weight_files(folder):
+    for path in computable_files(folder):
         tensors.update(load_file(path))
     return tensors
 
